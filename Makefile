@@ -1,0 +1,69 @@
+# make demo        build, install into .venv and let the demo model answer
+# make check       everything CI runs
+# make check-all   check, then sanitizers and the long runs
+# make bench       decode, prompt and batch speed, beside llama.cpp where it is installed
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+NATIVE := build/native
+
+.PHONY: demo install install-test lint generate format native check check-all sanitize bench wheel device clean
+
+demo: install
+	$(BIN)/colibri run --chat 'Define "harbor".'
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+
+install: $(BIN)/python
+	$(BIN)/pip install --quiet .
+
+install-test: $(BIN)/python
+	$(BIN)/pip install --quiet '.[test,parity]' cmake ninja
+
+generate:
+	$(BIN)/python tools/generate.py
+
+lint:
+	$(BIN)/python tools/generate.py --check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $$(find csrc tests -name '*.[ch]' ! -name '*_generated.h')
+	$(BIN)/pyright
+
+format:
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(find csrc tests -name '*.[ch]' ! -name '*_generated.h')
+
+native:
+	$(BIN)/cmake -S . -B $(NATIVE) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DCOLIBRI_TESTS=ON
+	$(BIN)/cmake --build $(NATIVE)
+
+check: install-test lint native
+	$(BIN)/ctest --test-dir $(NATIVE) --output-on-failure
+	$(BIN)/python -m pytest tests
+
+sanitize: install-test
+	for kind in address,undefined thread; do \
+	  $(BIN)/cmake -S . -B build/$$kind -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DCOLIBRI_TESTS=ON -DCOLIBRI_SANITIZE=$$kind && \
+	  $(BIN)/cmake --build build/$$kind && $(BIN)/ctest --test-dir build/$$kind --output-on-failure || exit 1; \
+	done
+
+check-all: check sanitize
+	COLIBRI_SLOW=1 COLIBRI_FUZZ=10000 $(BIN)/python -m pytest tests
+
+bench: install
+	$(BIN)/python bench/speed.py
+
+wheel: $(BIN)/python
+	$(BIN)/pip wheel --quiet --no-deps -w dist .
+
+# libcolibri.a and colibri.h under build/device
+device:
+	cmake -S . -B build/device-build && cmake --build build/device-build --target colibri_static
+	cmake --install build/device-build --component device --prefix build/device
+
+clean:
+	rm -rf build dist

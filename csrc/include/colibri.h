@@ -1,0 +1,207 @@
+/* Colibri: Mixture-of-Experts language models on the CPU.
+ *
+ * runtime = threads and memory shared by all; engine = one model; session = one
+ * timeline of tokens. A runtime and its engines may be used by many threads; a
+ * session has one caller at a time, another gets COLIBRI_BUSY. The library never
+ * exits, prints, reads the environment or changes process state. After fork() every
+ * call in the child returns COLIBRI_FORKED.
+ *
+ * Functions return a status; on failure a sentence is written to the caller's
+ * `message` (always terminated; may be NULL with size 0). */
+#ifndef COLIBRI_H
+#define COLIBRI_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define COLIBRI_API __attribute__((visibility("default")))
+#define COLIBRI_ABI_VERSION 1
+#define COLIBRI_CONTRACT_VERSION 1 /* numeric contract; another value means other bits */
+#define COLIBRI_MESSAGE_SIZE 512
+#define COLIBRI_TOP_LOGPROBS 20
+
+typedef enum colibri_status {
+    COLIBRI_OK = 0,
+    COLIBRI_INVALID = 1,       /* an argument is out of range */
+    COLIBRI_IO = 2,            /* a file could not be read */
+    COLIBRI_BAD_FILE = 3,      /* a file is damaged */
+    COLIBRI_UNSUPPORTED = 4,   /* a file or CPU asks for what this build lacks */
+    COLIBRI_OUT_OF_MEMORY = 5,
+    COLIBRI_BUSY = 6,
+    COLIBRI_CANCELLED = 7,
+    COLIBRI_NON_FINITE = 8,    /* NaN or infinity; the message names the layer */
+    COLIBRI_CONTEXT_FULL = 9,
+    COLIBRI_FORKED = 10,
+    COLIBRI_BAD_STATE = 11     /* a saved state does not fit */
+} colibri_status;
+
+typedef struct colibri_runtime colibri_runtime;
+typedef struct colibri_engine colibri_engine;
+typedef struct colibri_session colibri_session;
+
+typedef enum colibri_state_format {
+    COLIBRI_STATE_DEFAULT = 0, /* what the model file says */
+    COLIBRI_STATE_F32 = 1,
+    COLIBRI_STATE_F16 = 2,
+    COLIBRI_STATE_Q8 = 3
+} colibri_state_format;
+
+/* ---- runtime ---- */
+
+typedef struct colibri_runtime_options {
+    uint32_t threads; /* 0: from affinity, cgroup quota and physical cores */
+    const char *cpu;  /* NULL: the best; "scalar", "avx2", "avx512": exactly that or UNSUPPORTED */
+    /* NULL: "/"; where to look for /proc and /sys when counting processors (tests) */
+    const char *system_root;
+} colibri_runtime_options;
+
+COLIBRI_API uint32_t colibri_abi_version(void);
+COLIBRI_API colibri_status colibri_init(const colibri_runtime_options *options, colibri_runtime **runtime,
+                                        char *message, size_t message_size);
+/* Engines must be closed before; BUSY otherwise. NULL is allowed. */
+COLIBRI_API colibri_status colibri_free(colibri_runtime *runtime);
+COLIBRI_API uint32_t colibri_thread_count(const colibri_runtime *runtime);
+COLIBRI_API const char *colibri_cpu_name(const colibri_runtime *runtime); /* "scalar", "avx2", ... */
+
+/* ---- engine ---- */
+
+typedef struct colibri_engine_options {
+    uint32_t max_batch_tokens; /* tokens computed together; 0: 512. More are done in several passes */
+} colibri_engine_options;
+
+typedef struct colibri_engine_info {
+    uint32_t vocabulary_size;
+    uint32_t context_limit; /* positions the model was made for */
+    uint32_t layer_count;
+    uint32_t expert_set_count;
+    uint32_t default_state_format;
+    uint32_t max_batch_tokens;
+    uint64_t weight_bytes;  /* resident weights, experts included */
+    uint64_t expert_bytes;  /* of these, expert records */
+    uint64_t scratch_bytes; /* working memory of the engine */
+    uint8_t digest[32];     /* of the model file */
+} colibri_engine_info;
+
+/* Reads and checks the whole file: header, program, every checksum. */
+COLIBRI_API colibri_status colibri_engine_open(colibri_runtime *runtime, const char *path,
+                                               const colibri_engine_options *options, colibri_engine **engine,
+                                               char *message, size_t message_size);
+/* Sessions must be closed before; BUSY otherwise. NULL is allowed. */
+COLIBRI_API colibri_status colibri_engine_close(colibri_engine *engine);
+COLIBRI_API void colibri_engine_get_info(const colibri_engine *engine, colibri_engine_info *info);
+
+/* Checks a file as colibri_engine_open does, keeping nothing (bounded memory). */
+COLIBRI_API colibri_status colibri_validate(const char *path, char *message, size_t message_size);
+
+/* ---- session ---- */
+
+typedef struct colibri_session_options {
+    uint32_t context;      /* positions, 1 to 2^24 */
+    uint32_t state_format; /* colibri_state_format */
+} colibri_session_options;
+
+COLIBRI_API colibri_status colibri_session_open(colibri_engine *engine, const colibri_session_options *options,
+                                                colibri_session **session, char *message, size_t message_size);
+COLIBRI_API colibri_status colibri_session_close(colibri_session *session);
+COLIBRI_API uint32_t colibri_position(const colibri_session *session);
+COLIBRI_API uint32_t colibri_context(const colibri_session *session);
+/* Token ids of positions [0, position); valid until the session changes. */
+COLIBRI_API const uint32_t *colibri_tokens(const colibri_session *session);
+/* Forget positions >= position. */
+COLIBRI_API colibri_status colibri_truncate(colibri_session *session, uint32_t position, char *message,
+                                            size_t message_size);
+/* One atomic store: the running or next forward of this session ends with CANCELLED. */
+COLIBRI_API void colibri_cancel(colibri_session *session);
+COLIBRI_API uint64_t colibri_state_size(const colibri_session *session);
+COLIBRI_API colibri_status colibri_state_save(colibri_session *session, void *buffer, uint64_t size,
+                                              char *message, size_t message_size);
+/* Same model digest and state format, position <= context; the session is unchanged on failure. */
+COLIBRI_API colibri_status colibri_state_restore(colibri_session *session, const void *buffer, uint64_t size,
+                                                 char *message, size_t message_size);
+
+/* ---- forward ---- */
+
+typedef enum colibri_logits { COLIBRI_LOGITS_NONE = 0, COLIBRI_LOGITS_LAST = 1, COLIBRI_LOGITS_ALL = 2 } colibri_logits;
+
+typedef struct colibri_item {
+    colibri_session *session;
+    const uint32_t *tokens;
+    uint32_t token_count; /* >= 1 */
+    uint32_t logits_mode; /* colibri_logits */
+    float *logits;        /* out: [1 or token_count][vocabulary_size]; NULL with LOGITS_NONE or score */
+    float *scores;        /* out, or NULL: [token_count]; scores[i] = log p(tokens[i+1] | up to i) for
+                             i < token_count - 1, computed without keeping logits; the last is NaN */
+    colibri_status status; /* out */
+    char message[COLIBRI_MESSAGE_SIZE]; /* out */
+} colibri_item;
+
+/* Runs all items together. An item that fails keeps its session at its old position; the
+ * others go on with unchanged bits. Returns OK when the call ran (look at each status). */
+COLIBRI_API colibri_status colibri_forward_batch(colibri_engine *engine, colibri_item *items, uint32_t item_count,
+                                                 char *message, size_t message_size);
+
+/* ---- sampling ---- */
+
+typedef struct colibri_sampling {
+    float temperature; /* 0: greedy */
+    uint32_t top_k;    /* 0: off */
+    float top_p;       /* 1: off */
+    float min_p;       /* 0: off */
+    float repetition_penalty; /* 1: off; over all of history */
+    float frequency_penalty;  /* 0: off; over history from prompt_count on */
+    float presence_penalty;   /* 0: off; likewise */
+    uint32_t top_logprobs;    /* 0 to COLIBRI_TOP_LOGPROBS */
+    uint64_t seed;
+} colibri_sampling;
+
+typedef struct colibri_sample_result {
+    uint32_t token;
+    float logprob; /* of the token, before penalties and temperature, over the allowed ids */
+    uint32_t top_tokens[COLIBRI_TOP_LOGPROBS];
+    float top_logprobs[COLIBRI_TOP_LOGPROBS]; /* falling; ties to the lowest id */
+} colibri_sample_result;
+
+COLIBRI_API uint64_t colibri_sample_scratch_size(uint32_t vocabulary_size);
+/* Draws the token for `position` from logits [vocabulary_size]. `allowed`: one bit for each
+ * id (bit id%8 of byte id/8), or NULL for all. history: the tokens so far, of which
+ * the first prompt_count are the prompt. The draw depends on the arguments alone. */
+COLIBRI_API colibri_status colibri_sample(const colibri_sampling *sampling, const float *logits,
+                                          uint32_t vocabulary_size, const uint8_t *allowed, const uint32_t *history,
+                                          uint32_t history_count, uint32_t prompt_count, uint64_t position,
+                                          void *scratch, colibri_sample_result *result, char *message,
+                                          size_t message_size);
+
+/* ---- statistics ---- */
+
+#define COLIBRI_OP_KINDS 32
+
+typedef struct colibri_stats {
+    uint64_t tokens;             /* computed since the engine was opened */
+    uint64_t passes;             /* walks over the program */
+    uint64_t nanoseconds;        /* in colibri_forward_batch */
+    uint64_t op_nanoseconds[COLIBRI_OP_KINDS]; /* by op number */
+    char cpu[16];                /* variant chosen: "scalar", "avx2", "avx512" */
+    char matmul[16][32];         /* kernel that ran, by format id; empty: none yet */
+} colibri_stats;
+
+typedef struct colibri_expert_set_stats {
+    uint32_t layer;
+    uint32_t expert_count;
+    uint64_t experts_computed; /* (pass, expert) pairs */
+    uint64_t expert_tokens;    /* (token, expert) pairs */
+    uint64_t bytes_touched;    /* bytes of the experts computed */
+} colibri_expert_set_stats;
+
+COLIBRI_API void colibri_get_stats(const colibri_engine *engine, colibri_stats *stats);
+/* set < expert_set_count; counts: [expert_count] tokens routed to each expert, or NULL. */
+COLIBRI_API colibri_status colibri_get_expert_stats(const colibri_engine *engine, uint32_t set,
+                                                    colibri_expert_set_stats *stats, uint64_t *counts);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

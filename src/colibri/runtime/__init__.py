@@ -1,0 +1,1 @@
+"""The C core behind Python: Engine (a model) and Session (one timeline)."""

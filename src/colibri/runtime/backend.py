@@ -1,0 +1,85 @@
+"""What an executor of programs offers to Engine and Session: the C core, or the NumPy reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from colibri.errors import ColibriError
+
+LogitsMode = Literal["none", "last", "all"]
+STATE_FORMATS = {"f32": 1, "f16": 2, "q8": 3}
+
+
+@dataclass(frozen=True)
+class ExpertSetStatistics:
+    """One expert layer, counted since the engine was opened."""
+
+    layer: int
+    expert_count: int
+    experts_computed: int  # (pass, expert) pairs
+    expert_tokens: int  # (token, expert) pairs
+    bytes_touched: int
+    tokens_per_expert: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Counted since the engine was opened; times are seconds of wall clock."""
+
+    vm: str  # "native" or "reference"
+    cpu: str  # kernel set: scalar, avx2, avx512
+    threads: int
+    tokens: int
+    passes: int
+    seconds: float
+    seconds_by_op: dict[str, float]
+    kernels: dict[str, str]  # weight format -> matmul kernel that ran
+    weight_bytes: int
+    expert_bytes: int
+    scratch_bytes: int
+    expert_sets: tuple[ExpertSetStatistics, ...]
+
+
+@dataclass(frozen=True)
+class ForwardItem:
+    """One session's share of a batch: tokens [n] and what to return for them.
+
+    `scores`: instead of logits, float32 [n]: entry i is log p(tokens[i+1] | everything up to i),
+    the last is NaN.
+    """
+
+    session: Any
+    tokens: np.ndarray
+    logits: LogitsMode = "all"
+    scores: bool = False
+
+
+class BackendSession(Protocol):
+    """State of one timeline. `state_format` and the context are fixed."""
+
+    @property
+    def position(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+    def tokens(self) -> np.ndarray: ...
+    def truncate(self, position: int) -> None: ...
+    def save(self) -> bytes: ...
+    def restore(self, blob: bytes) -> None: ...
+    def cancel(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Backend(Protocol):
+    """A loaded model."""
+
+    vocabulary_size: int
+    context_limit: int
+
+    def open_session(self, context: int, state_format: int) -> BackendSession: ...
+    def forward_batch(self, items: Sequence[ForwardItem]) -> list[np.ndarray | ColibriError]: ...
+    def statistics(self) -> Statistics: ...
+    def close(self) -> None: ...

@@ -1,0 +1,203 @@
+"""Engine: a loaded model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from colibri.cbi.reader import CbiFile
+from colibri.errors import ColibriError, TokenizerError, UsageError
+from colibri.runtime.backend import STATE_FORMATS, Backend, ForwardItem, Statistics
+from colibri.runtime.generation import Generation, GenerationDefaults
+from colibri.runtime.interruptible import run_interruptible
+from colibri.runtime.native_backend import NativeBackend
+from colibri.runtime.sampling import Sampler, SamplingOptions
+from colibri.runtime.session import Session, token_array
+from colibri.tokenizer import Tokenizer
+
+DEFAULT_CONTEXT = 4096
+
+
+def demo_model_path() -> Path:
+    """The model shipped in the package."""
+    return Path(__file__).resolve().parent.parent / "data" / "demo.cbi"
+
+
+class Engine:
+    """A model from a `.cbi` file; without a path, the demo model.
+
+    threads: processors to use; None counts affinity, cgroup quota and physical cores.
+    kv: format of the attention state, "f32", "f16" or "q8"; None takes the file's default.
+    max_batch_tokens: tokens computed together (more are done in several passes); memory
+        grows with it, the results do not change.
+    Environment: COLIBRI_CPU=scalar|avx2|avx512 forces a kernel set, COLIBRI_VM=reference runs
+    the NumPy definition of the ops instead of the core.
+    Raises ModelFileError, UsageError, OutOfMemoryError.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        threads: int | None = None,
+        kv: str | None = None,
+        max_batch_tokens: int | None = None,
+    ):
+        threads = _whole("threads", threads, 1, 1024)
+        max_batch_tokens = _whole("max_batch_tokens", max_batch_tokens, 1, 4096)
+        if kv is not None and kv not in STATE_FORMATS:
+            raise UsageError(f"kv must be one of {', '.join(STATE_FORMATS)}, not {kv!r}")
+        self.path = Path(path) if path is not None else demo_model_path()
+        with CbiFile.open(self.path) as file:
+            self.metadata: dict[str, Any] = file.metadata
+            self._settings = file.settings
+            self._tokenizer_json = file.tokenizer_json
+            self._chat_template = file.chat_template
+        self._state_format = STATE_FORMATS[kv] if kv else 0
+        self.backend: Backend = _open_backend(self.path, threads, max_batch_tokens)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Rows of the output layer: the width of the logits."""
+        return self.backend.vocabulary_size
+
+    @property
+    def context_limit(self) -> int:
+        """Positions the model was made for."""
+        return self.backend.context_limit
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; TokenizerError when the file has none."""
+        if self._tokenizer_json is None:
+            raise TokenizerError(f"{self.path} has no tokenizer: use token ids with Engine.session")
+        return Tokenizer.from_parts(self._tokenizer_json, self._settings, chat_template=self._chat_template)
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        """Draws tokens; ids without a token never win."""
+        allowed = None if self._tokenizer_json is None else self.tokenizer.valid_token_mask(self.vocabulary_size)
+        return Sampler(self.vocabulary_size, allowed)
+
+    @cached_property
+    def generation_defaults(self) -> GenerationDefaults:
+        """Stop tokens and sampling defaults stored with the model."""
+        return GenerationDefaults.from_settings(self._settings)
+
+    def session(self, context: int | None = None) -> Session:
+        """Open a timeline of `context` positions (default: the model's limit, at most 4096).
+
+        Raises UsageError beyond the model's limit, OutOfMemoryError.
+        """
+        return Session(self, self.backend.open_session(self.context_of(context), self._state_format))
+
+    def context_of(self, context: int | None) -> int:
+        """Check a wanted context; None gives the default that `session` uses."""
+        return _whole("context", context, 1, self.context_limit) or min(self.context_limit, DEFAULT_CONTEXT)
+
+    def forward_batch(
+        self, items: Sequence[tuple[Session, Sequence[int] | np.ndarray]], *, last_only: bool = False
+    ) -> list[np.ndarray | ColibriError]:
+        """Run (session, tokens) pairs together in one native call.
+
+        Returns, for each, logits float32 [n_i, vocabulary] (or [1, vocabulary] with last_only), or the
+        exception object of an item that failed: its session keeps its position, the others are
+        computed with unchanged bits.
+        """
+        checked: list[ForwardItem] = []
+        results: dict[int, np.ndarray | ColibriError] = {}
+        for index, (session, tokens) in enumerate(items):
+            try:
+                ids = token_array(tokens, self.vocabulary_size)
+            except UsageError as error:
+                results[index] = error
+                continue
+            checked.append(ForwardItem(session, ids, "last" if last_only else "all"))
+        ran = iter(self._run(checked)) if checked else iter(())
+        return [results[index] if index in results else next(ran) for index in range(len(items))]
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        context: int | None = None,
+        **sampling: Any,
+    ) -> Generation:
+        """Continue a text (or token ids), or answer `messages` through the chat template.
+
+        Iterate over the result for pieces of text; it then has `.text`, `.finish_reason` ("stop" or
+        "length") and `.usage`. Sampling arguments are the fields of SamplingOptions; those not given
+        come from the model file, else temperature 1. max_tokens=None goes on to the end of the context.
+        """
+        if (prompt is None) == (messages is None):
+            raise UsageError("generate takes either a prompt or messages")
+        options: SamplingOptions = self.generation_defaults.sampling(sampling)
+        if messages is not None:
+            tokens = self.tokenizer.apply_chat_template(list(messages))
+        elif isinstance(prompt, str):
+            tokens = self.tokenizer.encode(prompt)
+        else:
+            tokens = prompt
+        max_tokens = _whole("max_tokens", max_tokens, 1, 2**31)
+        return Generation(self, tokens, options, max_tokens or None, tuple(stop), context)
+
+    def statistics(self) -> Statistics:
+        """What was computed since the engine was opened."""
+        return self.backend.statistics()
+
+    def close(self) -> None:
+        """Free the model; BusyError while sessions are open. Allowed twice."""
+        self.backend.close()
+
+    def run_one(self, item: ForwardItem) -> np.ndarray:
+        """Run one item; raises its error."""
+        result = self._run([item])[0]
+        if isinstance(result, ColibriError):
+            raise result
+        return result
+
+    def _run(self, items: list[ForwardItem]) -> list[np.ndarray | ColibriError]:
+        for item in items:
+            if item.session._engine is not self:
+                raise UsageError("a session was given to another engine than the one that opened it")
+        inner = [ForwardItem(i.session.backend_session, i.tokens, i.logits, i.scores) for i in items]
+
+        def cancel() -> None:
+            for item in inner:
+                item.session.cancel()
+
+        return run_interruptible(lambda: self.backend.forward_batch(inner), cancel)
+
+
+def _whole(name: str, value: int | None, low: int, high: int) -> int:
+    """Check an optional whole number; None becomes 0."""
+    if value is None:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise UsageError(f"{name} must be a whole number from {low} to {high}, not {value!r}")
+    return value
+
+
+def _open_backend(path: Path, threads: int, max_batch_tokens: int) -> Backend:
+    vm = os.environ.get("COLIBRI_VM", "native") or "native"
+    if vm == "native":
+        return NativeBackend(path, threads, os.environ.get("COLIBRI_CPU", ""), max_batch_tokens)
+    if vm == "reference":
+        from colibri.reference.engine import ReferenceEngine
+
+        return ReferenceEngine(path)
+    raise UsageError(f"COLIBRI_VM must be native or reference, not {vm!r}")
