@@ -23,11 +23,29 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
-from colibri.quantize import FORMATS, dequantise, dequantise_activations, packed_size, quantise, quantise_activations
+from colibri.quantize import (
+    FORMATS,
+    WeightFormat,
+    default_layout,
+    dequantise,
+    dequantise_activations,
+    packed_size,
+    quantise,
+    quantise_activations,
+)
 
 # The last part of the module's name; their matrices stay float32 whatever the format.
 ROUTER_NAMES = frozenset({"gate", "router", "shared_expert_gate", "wg"})
-DEFAULT_WEIGHTS = ("f32", *(format.name for format in FORMATS if not format.is_float))
+
+# Measured beside the formats that Colibri has, and rejected: they have no id.
+REJECTED = (
+    WeightFormat("q8_g64", 0, 8, 64, "as q8_g32 with groups of 64"),
+    WeightFormat("q4_g64", 0, 4, 64, "as q4_g32 with groups of 64"),
+)
+SYMMETRIC = {format.name: format for format in (*FORMATS, *REJECTED)}
+ASYMMETRIC_GROUPS = {"q4z_g32": 32, "q4z_g64": 64}
+ASYMMETRIC_BLOCK_BYTES = {"q4z_g32": 1216, "q4z_g64": 1152}
+DEFAULT_WEIGHTS = ("f32", "q8_g32", "q8_g64", "q4_g32", "q4_g64", *ASYMMETRIC_GROUPS)
 
 
 @dataclass(frozen=True)
@@ -92,6 +110,41 @@ def embedding_storages(model: Any) -> set[int]:
     return {module.weight.untyped_storage().data_ptr() for module in modules}
 
 
+def dequantised(rows: np.ndarray, format: str, name: str) -> np.ndarray:
+    """Float32 [rows, k] as the format called `format` stores it."""
+    if format in ASYMMETRIC_GROUPS:
+        return asymmetric(rows, ASYMMETRIC_GROUPS[format])
+    return dequantise(quantise(rows, SYMMETRIC[format], name=name))
+
+
+def asymmetric(rows: np.ndarray, group: int) -> np.ndarray:
+    """The rejected asymmetric int4: a float16 scale and an integer zero-point 0..15 for each group, both searched."""
+    count, k = rows.shape
+    groups = np.zeros((count, -(-k // group) * group), dtype=np.float32)
+    groups[:, :k] = rows
+    groups = groups.reshape(-1, group)
+    low, high = np.minimum(groups.min(axis=1), 0), np.maximum(groups.max(axis=1), 0)
+    extent = np.maximum(high - low, np.float32(2.0**-20))
+    centre = np.float32(15) * -low / extent
+    best_error, best = np.full(extent.shape, np.inf, dtype=np.float32), np.zeros_like(groups)
+
+    def attempt(scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
+        scale = np.maximum(scale, np.float32(2.0**-24)).astype(np.float16).astype(np.float32)
+        codes = np.clip(np.rint(groups / scale[:, None]), -zero[:, None], 15 - zero[:, None])
+        result = codes * scale[:, None]
+        error = ((result - groups) ** 2).sum(axis=1)
+        better = error < best_error
+        best_error[better] = error[better]
+        best[better] = result[better]
+        return codes
+
+    for zero in (np.floor(centre), np.ceil(centre)):
+        for span in (14.2, 15.0, 15.8, 16.6, 17.6, 18.8):
+            codes = attempt(extent / np.float32(span), zero)
+            attempt((codes * groups).sum(axis=1) / np.maximum((codes * codes).sum(axis=1), 1), zero)
+    return best.reshape(count, -1)[:, :k]
+
+
 def replace_weights(
     weights: dict[str, torch.nn.Parameter], source: dict[str, torch.nn.Parameter], choose: Callable[[str], str]
 ) -> float:
@@ -99,7 +152,7 @@ def replace_weights(
     squared_error = squared_sum = 0.0
     for name, parameter in weights.items():
         rows = source[name].reshape(-1, parameter.shape[-1]).numpy()
-        result = dequantise(quantise(rows, choose(name), name=name))
+        result = dequantised(rows, choose(name), name)
         squared_error += float(np.sum((result - rows) ** 2, dtype=np.float64))
         squared_sum += float(np.sum(rows**2, dtype=np.float64))
         parameter.data.copy_(torch.from_numpy(result).reshape(parameter.shape))
@@ -131,8 +184,9 @@ def compare(
 
 def block_bytes(format: str) -> int:
     """Bytes of one tiled block, 16 rows x 128 k (for float formats the same weights, which have no blocks)."""
-    layout = "tiled16" if format in ("f32", "bf16", "f16") else "tiled16x4"
-    return packed_size(format, layout, 16, 128)
+    if format in ASYMMETRIC_BLOCK_BYTES:
+        return ASYMMETRIC_BLOCK_BYTES[format]
+    return packed_size(SYMMETRIC[format], default_layout(SYMMETRIC[format]), 16, 128)
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Measurement]:
@@ -187,13 +241,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--windows", type=int, default=160)
     parser.add_argument("--length", type=int, default=256, help="tokens in one window")
     parser.add_argument("--batch", type=int, default=16, help="windows run together")
-    parser.add_argument("--weights", nargs="+", default=DEFAULT_WEIGHTS, help="weight formats")
-    parser.add_argument("--embedding", default="q8_g32", help="format of embedding and head beside 4-bit weights")
+    parser.add_argument("--weights", nargs="+", default=DEFAULT_WEIGHTS, choices=[*SYMMETRIC, *ASYMMETRIC_GROUPS])
     parser.add_argument(
-        "--attention", nargs="+", default=("same", "q8_g32"), help="formats of attention beside 4-bit weights"
+        "--embedding", default="q8_g32", choices=SYMMETRIC, help="format of embedding and head beside 4-bit weights"
     )
     parser.add_argument(
-        "--blocks", type=int, nargs="+", default=(64, 128, 256), help="activation blocks (0 = activations not quantised)"
+        "--attention",
+        nargs="+",
+        default=("same", "q8_g32"),
+        choices=["same", *SYMMETRIC],
+        help="formats of attention beside 4-bit weights",
+    )
+    parser.add_argument(
+        "--blocks", type=int, nargs="+", default=(64, 128, 256), help="activation blocks; 0: not quantised"
     )
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()
@@ -207,9 +267,7 @@ def main() -> None:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         for line in measure(arguments):
-            row = {
-                key: f"{value:.4f}" if isinstance(value, float) else value for key, value in asdict(line).items()
-            }
+            row = {key: f"{value:.5f}" if isinstance(value, float) else value for key, value in asdict(line).items()}
             writer.writerow(row)
             file.flush()
             print("  ".join(f"{key}={value}" for key, value in row.items()), file=sys.stderr)

@@ -151,12 +151,11 @@ def c_formats_header(formats: dict[str, Any]) -> str:
         out.append(f"#define {macro('layout', layout['name'])} {layout['id']}u")
     out += ["", "typedef struct cb_format_info {", "    const char *name; /* NULL: no such format */"]
     out += ["    uint8_t bits;", "    uint8_t group; /* weights sharing a scale; 0 for float formats */"]
-    out += ["    uint8_t zero_points; /* 1: an unsigned byte for each group and row */", "} cb_format_info;", ""]
+    out += ["} cb_format_info;", ""]
     out.append("static const cb_format_info cb_format_table[CB_FORMAT_LIMIT] = {")
     for f in formats["format"]:
         out.append(
-            f'    [{macro("format", f["name"])}] = {{"{f["name"]}", {f["bits"]}, {f.get("group", 0)}, '
-            f"{int(f.get('zero_points', False))}}},"
+            f'    [{macro("format", f["name"])}] = {{"{f["name"]}", {f["bits"]}, {f.get("group", 0)}}},'
         )
     out += ["};", "", "#endif", ""]
     return "\n".join(out)

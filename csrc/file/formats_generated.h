@@ -10,12 +10,8 @@
 #define CB_FORMAT_BF16 2u
 #define CB_FORMAT_F16 3u
 #define CB_FORMAT_Q8_G32 4u
-#define CB_FORMAT_Q8_G64 5u
 #define CB_FORMAT_Q4_G32 6u
-#define CB_FORMAT_Q4_G64 7u
-#define CB_FORMAT_Q4Z_G32 8u
-#define CB_FORMAT_Q4Z_G64 9u
-#define CB_FORMAT_LIMIT 10
+#define CB_FORMAT_LIMIT 7
 #define CB_LAYOUT_ROWS 1u
 #define CB_LAYOUT_TILED16 2u
 #define CB_LAYOUT_TILED16X4 3u
@@ -24,19 +20,14 @@ typedef struct cb_format_info {
     const char *name; /* NULL: no such format */
     uint8_t bits;
     uint8_t group; /* weights sharing a scale; 0 for float formats */
-    uint8_t zero_points; /* 1: an unsigned byte for each group and row */
 } cb_format_info;
 
 static const cb_format_info cb_format_table[CB_FORMAT_LIMIT] = {
-    [CB_FORMAT_F32] = {"f32", 32, 0, 0},
-    [CB_FORMAT_BF16] = {"bf16", 16, 0, 0},
-    [CB_FORMAT_F16] = {"f16", 16, 0, 0},
-    [CB_FORMAT_Q8_G32] = {"q8_g32", 8, 32, 0},
-    [CB_FORMAT_Q8_G64] = {"q8_g64", 8, 64, 0},
-    [CB_FORMAT_Q4_G32] = {"q4_g32", 4, 32, 0},
-    [CB_FORMAT_Q4_G64] = {"q4_g64", 4, 64, 0},
-    [CB_FORMAT_Q4Z_G32] = {"q4z_g32", 4, 32, 1},
-    [CB_FORMAT_Q4Z_G64] = {"q4z_g64", 4, 64, 1},
+    [CB_FORMAT_F32] = {"f32", 32, 0},
+    [CB_FORMAT_BF16] = {"bf16", 16, 0},
+    [CB_FORMAT_F16] = {"f16", 16, 0},
+    [CB_FORMAT_Q8_G32] = {"q8_g32", 8, 32},
+    [CB_FORMAT_Q4_G32] = {"q4_g32", 4, 32},
 };
 
 #endif

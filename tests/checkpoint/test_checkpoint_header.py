@@ -242,10 +242,7 @@ def test_random_damage_gives_an_error_or_a_sound_file(tmp_path: Path) -> None:
     valid = container(header, bytes(range(26)))
     outcomes = {"file refused": 0, "tensor refused": 0, "loaded": 0}
     for round_number in range(2000):
-        if round_number % 2:
-            content = misdescribed(header, generator)
-        else:
-            content = repeatedly_damaged(valid, generator)
+        content = misdescribed(header, generator) if round_number % 2 else repeatedly_damaged(valid, generator)
         path.write_bytes(content)
         started = time.monotonic()
         try:

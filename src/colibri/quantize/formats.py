@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from colibri.errors import UsageError
 
 ACTIVATION_BLOCK = 128
@@ -27,14 +29,13 @@ class WeightFormat:
     """How one weight is stored.
 
     `bits` counts the bits of one code; `group` is the number of consecutive k that share a float16 scale
-    (0 for float formats); `zero_points` says whether each group stores its own integer zero-point.
+    (0 for float formats).
     """
 
     name: str
     id: int
     bits: int
     group: int
-    zero_points: bool
     summary: str
 
     @property
@@ -43,9 +44,15 @@ class WeightFormat:
         return self.group == 0
 
     @property
-    def fixed_zero(self) -> int:
-        """The code that means 0.0 where groups store no zero-point of their own."""
+    def zero(self) -> int:
+        """The code that means 0.0."""
         return 8 if self.bits == 4 else 0
+
+    @property
+    def code_type(self) -> np.dtype:
+        """The NumPy type of one code in memory."""
+        names = {"f32": "<f4", "bf16": "<u2", "f16": "<f2"}
+        return np.dtype(names.get(self.name, "i1" if self.bits == 8 else "u1"))
 
 
 @dataclass(frozen=True)
@@ -58,21 +65,23 @@ class WeightLayout:
 
 
 FORMATS: tuple[WeightFormat, ...] = (
-    WeightFormat("f32", 1, 32, 0, False, "IEEE float32"),
-    WeightFormat("bf16", 2, 16, 0, False, "upper half of a float32"),
-    WeightFormat("f16", 3, 16, 0, False, "IEEE float16"),
-    WeightFormat("q8_g32", 4, 8, 32, False, "signed int8 codes -127..127, one float16 scale for 32 k"),
-    WeightFormat("q8_g64", 5, 8, 64, False, "signed int8 codes -127..127, one float16 scale for 64 k"),
-    WeightFormat("q4_g32", 6, 4, 32, False, "codes 0..15 around 8, one float16 scale for 32 k"),
-    WeightFormat("q4_g64", 7, 4, 64, False, "codes 0..15 around 8, one float16 scale for 64 k"),
-    WeightFormat("q4z_g32", 8, 4, 32, True, "codes 0..15, one float16 scale and one zero-point 0..15 for 32 k"),
-    WeightFormat("q4z_g64", 9, 4, 64, True, "codes 0..15, one float16 scale and one zero-point 0..15 for 64 k"),
+    WeightFormat("f32", 1, 32, 0, "IEEE float32"),
+    WeightFormat("bf16", 2, 16, 0, "bfloat16; widened to float32 exactly"),
+    WeightFormat("f16", 3, 16, 0, "IEEE float16; widened to float32 exactly"),
+    WeightFormat(
+        "q8_g32", 4, 8, 32, "signed 8-bit codes, a float16 scale for each 32 weights: w = float(code) * scale"
+    ),
+    WeightFormat("q4_g32", 6, 4, 32, "codes 0..15, a float16 scale for each 32 weights: w = float(code - 8) * scale"),
 )
 
 LAYOUTS: tuple[WeightLayout, ...] = (
-    WeightLayout("rows", 1, "row-major; a quantised row is blocks of 128 codes, each followed by its scales"),
-    WeightLayout("tiled16", 2, "float formats: tiles of 16 rows, for each k the 16 values"),
-    WeightLayout("tiled16x4", 3, "quantised formats: tiles of 16 rows, blocks of 128 k, steps of 16 rows x 4 k"),
+    WeightLayout("rows", 1, "row-major, one row after another (embeddings)"),
+    WeightLayout("tiled16", 2, "float formats: tiles of 16 rows; for each k, 16 values"),
+    WeightLayout(
+        "tiled16x4",
+        3,
+        "quantised formats: tiles of 16 rows, blocks of 128 k, steps of 16 rows x 4 k; then the scales of the block",
+    ),
 )
 
 _FORMATS_BY_NAME = {format.name: format for format in FORMATS}

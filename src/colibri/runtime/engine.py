@@ -82,7 +82,9 @@ class Engine:
         """The model's tokenizer; TokenizerError when the file has none."""
         if self._tokenizer_json is None:
             raise TokenizerError(f"{self.path} has no tokenizer: use token ids with Engine.session")
-        return Tokenizer.from_parts(self._tokenizer_json, self._settings, chat_template=self._chat_template)
+        return Tokenizer.from_parts(
+            self._tokenizer_json, self._settings.get("tokenizer", {}), chat_template=self._chat_template
+        )
 
     @cached_property
     def sampler(self) -> Sampler:
@@ -135,6 +137,7 @@ class Engine:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         context: int | None = None,
+        session: Session | None = None,
         **sampling: Any,
     ) -> Generation:
         """Continue a text (or token ids), or answer `messages` through the chat template.
@@ -142,6 +145,7 @@ class Engine:
         Iterate over the result for pieces of text; it then has `.text`, `.finish_reason` ("stop" or
         "length") and `.usage`. Sampling arguments are the fields of SamplingOptions; those not given
         come from the model file, else temperature 1. max_tokens=None goes on to the end of the context.
+        A `session` keeps its state: tokens it shares with the new prompt are not computed again.
         """
         if (prompt is None) == (messages is None):
             raise UsageError("generate takes either a prompt or messages")
@@ -153,7 +157,7 @@ class Engine:
         else:
             tokens = prompt
         max_tokens = _whole("max_tokens", max_tokens, 1, 2**31)
-        return Generation(self, tokens, options, max_tokens or None, tuple(stop), context)
+        return Generation(self, tokens, options, max_tokens or None, tuple(stop), context, session)
 
     def statistics(self) -> Statistics:
         """What was computed since the engine was opened."""
@@ -197,7 +201,7 @@ def _open_backend(path: Path, threads: int, max_batch_tokens: int) -> Backend:
     if vm == "native":
         return NativeBackend(path, threads, os.environ.get("COLIBRI_CPU", ""), max_batch_tokens)
     if vm == "reference":
-        from colibri.reference.engine import ReferenceEngine
+        from colibri.runtime.reference_backend import ReferenceBackend
 
-        return ReferenceEngine(path)
+        return ReferenceBackend(path)
     raise UsageError(f"COLIBRI_VM must be native or reference, not {vm!r}")

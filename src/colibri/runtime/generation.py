@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +13,7 @@ from colibri.tokenizer import StopStrings, StreamingDetokenizer
 
 if TYPE_CHECKING:
     from colibri.runtime.engine import Engine
+    from colibri.runtime.session import Session
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,21 @@ class GenerationDefaults:
         return SamplingOptions(**{**self.values, **{k: v for k, v in given.items() if v is not None}})
 
 
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    count = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        count += 1
+    return count
+
+
 class Generation:
     """An iterator over pieces of generated text; made by `Engine.generate`.
 
     After the last piece: `text`, `tokens` (ids, the end-of-text token left out), `samples`
-    (with log-probabilities), `finish_reason` and `usage`. Its session is closed at the end, on an
-    error and by `close`.
+    (with log-probabilities), `finish_reason` and `usage`. A session of its own is closed at the end, on
+    an error and by `close`; one that was given stays open.
     """
 
     def __init__(
@@ -63,6 +74,7 @@ class Generation:
         max_tokens: int | None,
         stop: tuple[str, ...],
         context: int | None,
+        session: Session | None = None,
     ):
         if not len(prompt):
             raise UsageError("the prompt is empty: give at least one token of text")
@@ -73,13 +85,13 @@ class Generation:
         self._prompt = list(prompt)
         self._completion_tokens = 0
         stops = StopStrings(stop)
-        context = engine.context_of(context)
+        context = session.context if session is not None else engine.context_of(context)
         if len(self._prompt) >= context:
             raise ContextLengthError(
                 f"the prompt has {len(self._prompt)} tokens and the context holds {context}, "
                 "one of which the reply needs: shorten the prompt or raise the context"
             )
-        self._pieces = self._run(engine, context, options, max_tokens, stops)
+        self._pieces = self._run(engine, context, session, options, max_tokens, stops)
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -96,14 +108,23 @@ class Generation:
         return Usage(len(self._prompt), self._completion_tokens)
 
     def _run(
-        self, engine: Engine, context: int, options: SamplingOptions, max_tokens: int | None, stops: StopStrings
+        self,
+        engine: Engine,
+        context: int,
+        given: Session | None,
+        options: SamplingOptions,
+        max_tokens: int | None,
+        stops: StopStrings,
     ) -> Iterator[str]:
         tokenizer = engine.tokenizer
         detokenizer = StreamingDetokenizer(tokenizer)
         ends = tokenizer.stop_token_ids
         history = list(self._prompt)
-        pending = list(self._prompt)
-        with engine.session(context) as session:
+        with nullcontext(given) if given is not None else engine.session(context) as session:
+            # The state of the tokens shared with what the session already holds is kept.
+            shared = _common_prefix(session.tokens, self._prompt[:-1])
+            session.truncate(shared)
+            pending = self._prompt[shared:]
             while self.finish_reason is None:
                 logits = session.forward(pending, last_only=True)[0]
                 sample = engine.sampler.sample(logits, options, history, len(self._prompt), session.position)
@@ -128,7 +149,7 @@ class Generation:
             # What was held back for an unfinished character or a possible stop string.
             piece, stopped = stops.push(detokenizer.finish())
             rest = piece if stopped else piece + stops.finish()
-            if stopped:
+            if stops.stopped:
                 self.finish_reason = "stop"
             if rest:
                 self.text += rest

@@ -212,3 +212,9 @@ class NativeBackend:
                 raise BusyError("the engine has open sessions; close them first")
             self._handle = c.c_void_p()
             self._runtime.release()
+
+
+def validate_file(path: Path) -> None:
+    """Let the core check a file as it does when it opens it, in bounded memory; ModelFileError otherwise."""
+    message = native.message_buffer()
+    native.check(library.colibri_validate(os.fsencode(path), message, len(message)), message)

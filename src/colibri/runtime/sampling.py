@@ -74,7 +74,7 @@ class Sampler:
         self._scratch = np.zeros(native.library.colibri_sample_scratch_size(vocabulary_size), np.uint8)
         self._allowed = None
         if allowed is not None:
-            mask = np.asarray(allowed, bool)
+            mask = np.array(list(allowed), bool)
             if mask.shape != (vocabulary_size,):
                 raise UsageError(f"the token mask has {mask.size} entries for a vocabulary of {vocabulary_size}")
             self._allowed = np.packbits(mask, bitorder="little")

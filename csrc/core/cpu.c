@@ -1,0 +1,93 @@
+#include <stdio.h>
+#include <string.h>
+
+#include "core/core.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
+
+static const char *const names[CB_ISA_COUNT] = {"scalar", "avx2", "avx512"};
+
+const char *cb_isa_name(cb_isa isa) {
+    return names[isa];
+}
+
+#if defined(__x86_64__)
+
+#define XCR0_YMM 0x06u /* xmm and the upper halves of ymm */
+#define XCR0_ZMM 0xe6u /* these, opmask, and both parts of zmm */
+
+static bool has(uint32_t value, uint32_t mask) {
+    return (value & mask) == mask;
+}
+
+/* The instructions are useless, or fault, unless the kernel also saves the registers they use. */
+bool cb_isa_supported(cb_isa isa) {
+    if (isa == CB_ISA_SCALAR)
+        return true;
+    uint32_t a, b, c, d, b7, c7;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !has(c, bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C))
+        return false;
+    if (!__get_cpuid_count(7, 0, &a, &b7, &c7, &d) || !has(b7, bit_AVX2))
+        return false;
+    uint32_t saved, high;
+    __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+    if (isa == CB_ISA_AVX2)
+        return has(saved, XCR0_YMM);
+    return has(saved, XCR0_ZMM) && has(b7, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ) &&
+           has(c7, bit_AVX512VNNI);
+}
+
+#else
+
+bool cb_isa_supported(cb_isa isa) {
+    return isa == CB_ISA_SCALAR;
+}
+
+#endif
+
+colibri_status cb_isa_choose(const char *name, cb_isa *isa, cb_error *error) {
+    bool automatic = name == NULL || name[0] == '\0';
+    char available[64] = "";
+    bool known = false;
+    for (int i = CB_ISA_COUNT - 1; i >= 0; i--) {
+        bool named = !automatic && strcmp(name, names[i]) == 0;
+        known |= named;
+        if (!cb_isa_supported((cb_isa)i))
+            continue;
+        if (automatic || named) {
+            *isa = (cb_isa)i;
+            return COLIBRI_OK;
+        }
+        size_t length = strlen(available);
+        snprintf(available + length, sizeof available - length, "%s%s", length > 0 ? ", " : "", names[i]);
+    }
+    return cb_fail(error, COLIBRI_UNSUPPORTED,
+                   known ? "cpu '%.32s' is not supported by this processor, choose from: %s"
+                         : "cpu '%.32s' is unknown, choose from: %s",
+                   name, available);
+}
+
+cb_float_environment cb_float_enter(void) {
+    cb_float_environment environment = {0};
+#if defined(__x86_64__)
+    environment.saved = _mm_getcsr();
+    _mm_setcsr(0x1f80);
+#elif defined(__aarch64__)
+    __asm__ volatile("mrs %0, fpcr" : "=r"(environment.saved));
+    __asm__ volatile("msr fpcr, %0" : : "r"(UINT64_C(0)));
+#endif
+    return environment;
+}
+
+void cb_float_leave(cb_float_environment environment) {
+#if defined(__x86_64__)
+    _mm_setcsr((uint32_t)environment.saved);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"(environment.saved));
+#else
+    (void)environment;
+#endif
+}

@@ -1,0 +1,229 @@
+/* Threads that share out numbered tasks.
+ *
+ * One 64-bit word holds the job's number (high half) and how many of its tasks are not yet
+ * taken (low half). A thread takes a task by lowering it with compare-and-swap, so a thread
+ * that comes late, with an old word, can take nothing; and while a taken task is not finished
+ * its job cannot end, so the job's fields, read before the swap, are that job's. Counting down
+ * (task = count - left) makes "nothing left" visible in the word alone: the count of the next
+ * job may already be written while this one's last word is still seen.
+ *
+ * Nobody waits for threads that took no task: with more threads than processors a job never
+ * hangs on waking them all. */
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "core/core.h"
+#include "core/threads.h"
+
+#define SPIN_NANOSECONDS 50000
+#define SPINS_PER_CLOCK 32
+
+typedef struct worker {
+    cb_pool *pool;
+    pthread_t thread;
+    uint32_t index;
+} worker;
+
+struct cb_pool {
+    uint32_t threads;
+    bool spin;
+    worker *workers; /* [threads - 1] */
+
+    _Atomic cb_task task;
+    void *_Atomic context;
+    _Atomic uint32_t count;
+
+    _Alignas(CB_CACHE_LINE) _Atomic uint64_t word;       /* job << 32 | tasks left to take */
+    _Alignas(CB_CACHE_LINE) _Atomic uint32_t unfinished; /* tasks; the caller sleeps on it */
+    _Atomic uint32_t caller_sleeps;
+    _Alignas(CB_CACHE_LINE) _Atomic uint32_t published; /* changes with every job; workers sleep on it */
+    _Atomic uint32_t sleepers;
+    _Atomic bool stop;
+};
+
+static void futex_wait(_Atomic uint32_t *word, uint32_t value) {
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
+}
+
+static void futex_wake(_Atomic uint32_t *word, uint32_t count) {
+    syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count < INT_MAX ? (int)count : INT_MAX, NULL, NULL, 0);
+}
+
+static void pause_processor(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static uint64_t now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (uint64_t)time.tv_sec * UINT64_C(1000000000) + (uint64_t)time.tv_nsec;
+}
+
+/* Takes and runs tasks until none is left; returns whether there was one. */
+static bool work(cb_pool *pool, uint32_t index) {
+    uint32_t done = 0;
+    uint64_t word = atomic_load_explicit(&pool->word, memory_order_acquire);
+    while ((uint32_t)word != 0) {
+        cb_task task = atomic_load_explicit(&pool->task, memory_order_relaxed);
+        void *context = atomic_load_explicit(&pool->context, memory_order_relaxed);
+        uint32_t count = atomic_load_explicit(&pool->count, memory_order_relaxed);
+        if (!atomic_compare_exchange_weak_explicit(&pool->word, &word, word - 1, memory_order_acq_rel,
+                                                   memory_order_acquire))
+            continue;
+        task(context, count - (uint32_t)word, index);
+        done++;
+        word = atomic_load_explicit(&pool->word, memory_order_acquire);
+    }
+    if (done == 0)
+        return false;
+    if (atomic_fetch_sub(&pool->unfinished, done) == done && atomic_load(&pool->caller_sleeps) != 0)
+        futex_wake(&pool->unfinished, 1);
+    return true;
+}
+
+static bool something_to_do(cb_pool *pool) {
+    return (uint32_t)atomic_load_explicit(&pool->word, memory_order_acquire) != 0 ||
+           atomic_load_explicit(&pool->stop, memory_order_relaxed);
+}
+
+static bool all_finished(cb_pool *pool) {
+    return atomic_load_explicit(&pool->unfinished, memory_order_acquire) == 0;
+}
+
+/* True as soon as `ready` holds, false after SPIN_NANOSECONDS. */
+static bool spin_until(cb_pool *pool, bool (*ready)(cb_pool *)) {
+    if (ready(pool))
+        return true;
+    if (!pool->spin)
+        return false;
+    uint64_t end = now() + SPIN_NANOSECONDS;
+    do {
+        for (int i = 0; i < SPINS_PER_CLOCK; i++) {
+            pause_processor();
+            if (ready(pool))
+                return true;
+        }
+    } while (now() < end);
+    return false;
+}
+
+static void *worker_main(void *argument) {
+    worker *self = argument;
+    cb_pool *pool = self->pool;
+    pthread_setname_np(pthread_self(), "colibri");
+    cb_float_enter();
+    while (!atomic_load(&pool->stop)) {
+        if (work(pool, self->index) || spin_until(pool, something_to_do))
+            continue;
+        uint32_t seen = atomic_load(&pool->published);
+        if (something_to_do(pool))
+            continue;
+        /* The caller changes `published` before it reads `sleepers`, we raise `sleepers` before the kernel
+         * compares `published`: one of the two sees the other, so no wake-up is lost. */
+        atomic_fetch_add(&pool->sleepers, 1);
+        futex_wait(&pool->published, seen);
+        atomic_fetch_sub(&pool->sleepers, 1);
+    }
+    return NULL;
+}
+
+static void stop_workers(cb_pool *pool, uint32_t started) {
+    atomic_store(&pool->stop, true);
+    atomic_fetch_add(&pool->published, 1);
+    futex_wake(&pool->published, UINT32_MAX);
+    for (uint32_t i = 0; i < started; i++)
+        pthread_join(pool->workers[i].thread, NULL);
+}
+
+colibri_status cb_pool_open(uint32_t threads, cb_pool **result, cb_error *error) {
+    *result = NULL;
+    if (threads == 0)
+        return cb_fail(error, COLIBRI_INVALID, "threads is 0, it must be at least 1");
+    uint32_t started = 0;
+    cb_pool *pool = cb_alloc(sizeof *pool);
+    worker *workers = cb_alloc(cb_multiply(threads - 1, sizeof *workers));
+    if (pool == NULL || workers == NULL) {
+        cb_fail(error, COLIBRI_OUT_OF_MEMORY, "not enough memory for %u threads", threads);
+        goto fail;
+    }
+    pool->threads = threads;
+    pool->workers = workers;
+    pool->spin = threads > 1 && threads <= cb_available_processors("/");
+
+    /* Workers inherit the mask: a signal of the program is never handled on one of them. */
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int failure = 0;
+    for (; started < threads - 1; started++) {
+        workers[started].pool = pool;
+        workers[started].index = started + 1;
+        failure = pthread_create(&workers[started].thread, NULL, worker_main, &workers[started]);
+        if (failure != 0)
+            break;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (failure != 0) {
+        cb_fail(error, COLIBRI_OUT_OF_MEMORY, "thread %u of %u could not be started: %s; ask for fewer threads",
+                started + 2, threads, strerror(failure));
+        goto fail;
+    }
+    *result = pool;
+    return COLIBRI_OK;
+
+fail:
+    if (pool != NULL)
+        stop_workers(pool, started);
+    cb_free(workers);
+    cb_free(pool);
+    return error->status;
+}
+
+void cb_pool_close(cb_pool *pool) {
+    if (pool == NULL)
+        return;
+    stop_workers(pool, pool->threads - 1);
+    cb_free(pool->workers);
+    cb_free(pool);
+}
+
+uint32_t cb_pool_threads(const cb_pool *pool) {
+    return pool->threads;
+}
+
+void cb_pool_run(cb_pool *pool, uint32_t count, cb_task task, void *context) {
+    if (count <= 1 || pool->threads == 1) {
+        for (uint32_t i = 0; i < count; i++)
+            task(context, i, 0);
+        return;
+    }
+    atomic_store_explicit(&pool->task, task, memory_order_relaxed);
+    atomic_store_explicit(&pool->context, context, memory_order_relaxed);
+    atomic_store_explicit(&pool->count, count, memory_order_relaxed);
+    atomic_store_explicit(&pool->unfinished, count, memory_order_relaxed);
+    uint64_t job = (atomic_load_explicit(&pool->word, memory_order_relaxed) >> 32) + 1;
+    atomic_store(&pool->word, job << 32 | count);
+    atomic_fetch_add(&pool->published, 1);
+    if (atomic_load(&pool->sleepers) != 0)
+        futex_wake(&pool->published, count - 1);
+
+    work(pool, 0);
+    if (spin_until(pool, all_finished))
+        return;
+    atomic_store(&pool->caller_sleeps, 1);
+    uint32_t unfinished;
+    while ((unfinished = atomic_load(&pool->unfinished)) != 0)
+        futex_wait(&pool->unfinished, unfinished);
+    atomic_store(&pool->caller_sleeps, 0);
+}

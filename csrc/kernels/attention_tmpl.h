@@ -1,0 +1,189 @@
+/* Attention over one block of keys, and merging. Included after rows_tmpl.h. */
+
+#define KEY_VECTORS (CB_KEY_BLOCK / VEC_LANES)
+
+/* Query rows of a block that see at least one key, handled together. */
+typedef struct row_group {
+    uint32_t row[VEC_ATTENTION_ROWS];
+    float alpha[VEC_ATTENTION_ROWS];
+    float p[VEC_ATTENTION_ROWS][CB_KEY_BLOCK]; /* scores, then exp(score - m) */
+} row_group;
+
+/* Scores of all 64 keys; those that a row must not see may come from memory never written and are dropped later. */
+VEC_INLINE void score_keys(const cb_attention_block *job, row_group *group, const uint32_t rows, const uint32_t width) {
+    const float *q[VEC_ATTENTION_ROWS];
+    VEC_UNROLL for (uint32_t r = 0; r < rows; r++) q[r] = job->q + group->row[r] * job->q_stride;
+    for (uint32_t first = 0; first < KEY_VECTORS; first += width) {
+        vec sum[VEC_ATTENTION_ROWS][KEY_VECTORS];
+        VEC_UNROLL for (uint32_t r = 0; r < rows; r++) {
+            VEC_UNROLL for (uint32_t w = 0; w < width; w++) sum[r][w] = vec_set(0.0f);
+        }
+        const float *k = job->k + first * VEC_LANES;
+        for (uint32_t d = 0; d < job->key_dim; d++, k += CB_KEY_BLOCK) {
+            VEC_UNROLL for (uint32_t w = 0; w < width; w++) {
+                const vec key = vec_load(k + w * VEC_LANES);
+                VEC_UNROLL for (uint32_t r = 0; r < rows; r++) {
+                    sum[r][w] = vec_fma(key, vec_set(q[r][d]), sum[r][w]);
+                }
+            }
+        }
+        VEC_UNROLL for (uint32_t r = 0; r < rows; r++) {
+            VEC_UNROLL for (uint32_t w = 0; w < width; w++) {
+                vec_store(&group->p[r][(first + w) * VEC_LANES], vec_mul(vec_set(job->scale), sum[r][w]));
+            }
+        }
+    }
+}
+
+/* Online softmax of one row: scores become p, m and l move on, alpha is what the old sums are worth now. */
+static void update_row(const cb_attention_block *job, row_group *group, uint32_t r) {
+    const uint32_t row = group->row[r];
+    const uint32_t first = job->first[row];
+    const uint32_t last = job->last[row];
+    float *p = group->p[r];
+    vec_mask seen[KEY_VECTORS];
+    vec largest = vec_set(-__builtin_inff());
+    for (uint32_t v = 0; v < KEY_VECTORS; v++) {
+        const uint32_t from = v * VEC_LANES;
+        const uint32_t begin = first < from ? 0 : lanes_of(first - from);
+        const uint32_t end = last < from ? 0 : lanes_of(last - from);
+        seen[v] = vec_lanes(begin, end);
+        largest = vec_max(vec_select(seen[v], vec_load(p + from), vec_set(-__builtin_inff())), largest);
+    }
+    const float m = job->m[row];
+    const float block = vec_largest(largest);
+    const float m_new = block > m ? block : m;
+    vec sum = vec_set(0.0f);
+    for (uint32_t v = 0; v < KEY_VECTORS; v++) {
+        const vec value = vec_exp(vec_sub(vec_load(p + v * VEC_LANES), vec_set(m_new)));
+        vec_store(p + v * VEC_LANES, value);
+        sum = vec_add(sum, vec_select(seen[v], value, vec_set(0.0f)));
+    }
+    float alpha[VEC_LANES];
+    vec_store(alpha, vec_exp(vec_set(m - m_new)));
+    group->alpha[r] = alpha[0];
+    job->m[row] = m_new;
+    job->l[row] = __builtin_fmaf(job->l[row], alpha[0], vec_sum(sum));
+}
+
+/* out = out * alpha, then out = fma(p, v, out) for each key that the row sees, for `width` vectors of dimensions (or
+ * one of `lanes` lanes). Keys that all rows see are read once for all; adding 0 * v for the others instead would
+ * turn -0 into +0 and touch values never written. */
+VEC_INLINE void add_values(const cb_attention_block *job, const row_group *group, const uint32_t rows,
+                           const uint32_t width, uint32_t dim, uint32_t lanes) {
+    uint32_t common_first = 0, common_last = CB_KEY_BLOCK;
+    VEC_UNROLL for (uint32_t r = 0; r < rows; r++) {
+        const uint32_t first = job->first[group->row[r]];
+        const uint32_t last = job->last[group->row[r]];
+        common_first = first > common_first ? first : common_first;
+        common_last = last < common_last ? last : common_last;
+    }
+    common_last = common_last < common_first ? common_first : common_last;
+
+    const float *v = job->v + dim;
+    const uint64_t stride = job->value_dim;
+    vec out[VEC_ATTENTION_ROWS][KEY_VECTORS];
+    VEC_UNROLL for (uint32_t r = 0; r < rows; r++) {
+        const uint32_t row = group->row[r];
+        const float *old = job->out + row * job->out_stride + dim;
+        const uint32_t end = job->last[row] < common_first ? job->last[row] : common_first;
+        VEC_UNROLL for (uint32_t w = 0; w < width; w++) {
+            out[r][w] = vec_mul(load_lanes(old + w * VEC_LANES, lanes), vec_set(group->alpha[r]));
+        }
+        for (uint32_t key = job->first[row]; key < end; key++) {
+            VEC_UNROLL for (uint32_t w = 0; w < width; w++) {
+                out[r][w] = vec_fma(vec_set(group->p[r][key]), load_lanes(v + key * stride + w * VEC_LANES, lanes),
+                                    out[r][w]);
+            }
+        }
+    }
+    for (uint32_t key = common_first; key < common_last; key++) {
+        VEC_UNROLL for (uint32_t w = 0; w < width; w++) {
+            const vec value = load_lanes(v + key * stride + w * VEC_LANES, lanes);
+            VEC_UNROLL for (uint32_t r = 0; r < rows; r++) {
+                out[r][w] = vec_fma(vec_set(group->p[r][key]), value, out[r][w]);
+            }
+        }
+    }
+    VEC_UNROLL for (uint32_t r = 0; r < rows; r++) {
+        const uint32_t row = group->row[r];
+        float *new = job->out + row * job->out_stride + dim;
+        const uint32_t begin = job->first[row] > common_last ? job->first[row] : common_last;
+        for (uint32_t key = begin; key < job->last[row]; key++) {
+            VEC_UNROLL for (uint32_t w = 0; w < width; w++) {
+                out[r][w] = vec_fma(vec_set(group->p[r][key]), load_lanes(v + key * stride + w * VEC_LANES, lanes),
+                                    out[r][w]);
+            }
+        }
+        VEC_UNROLL for (uint32_t w = 0; w < width; w++) store_lanes(new + w * VEC_LANES, out[r][w], lanes);
+    }
+}
+
+VEC_INLINE void attend_group(const cb_attention_block *job, row_group *group, const uint32_t rows,
+                             const uint32_t width) {
+    score_keys(job, group, rows, width);
+    for (uint32_t r = 0; r < rows; r++) {
+        update_row(job, group, r);
+    }
+    uint32_t dim = 0;
+    for (; dim + width * VEC_LANES <= job->value_dim; dim += width * VEC_LANES) {
+        add_values(job, group, rows, width, dim, VEC_LANES);
+    }
+    for (; dim < job->value_dim; dim += VEC_LANES) {
+        add_values(job, group, rows, 1, dim, lanes_of(job->value_dim - dim));
+    }
+}
+
+void KERNEL(attention_block)(const cb_attention_block *job) {
+    row_group group;
+    uint32_t rows = 0;
+    for (uint32_t row = 0; row < job->count; row++) {
+        if (job->first[row] >= job->last[row]) {
+            continue;
+        }
+        group.row[rows++] = row;
+        if (rows == VEC_ATTENTION_ROWS) {
+            attend_group(job, &group, VEC_ATTENTION_ROWS, VEC_ATTENTION_WIDTH);
+            rows = 0;
+        }
+    }
+    for (uint32_t r = 0; r < rows; r++) { /* the last few, one by one: wide instead of tall */
+        row_group single;
+        single.row[0] = group.row[r];
+        attend_group(job, &single, 1, KEY_VECTORS);
+    }
+}
+
+void KERNEL(attention_merge)(float *m, float *l, float *out, float m2, float l2, const float *out2,
+                             uint32_t value_dim) {
+    /* l is 0 only where no key was seen (a seen key with the largest score adds exp(0) = 1). Those cases keep the
+     * other side's bits: the sums below would turn -0 into +0, and m - m_new would be -inf - -inf. */
+    if (l2 == 0.0f) {
+        return;
+    }
+    if (*l == 0.0f) {
+        *m = m2;
+        *l = l2;
+        memcpy(out, out2, value_dim * sizeof(float));
+        return;
+    }
+    const float m_new = m2 > *m ? m2 : *m;
+    const vec a = vec_exp(vec_set(*m - m_new));
+    const vec b = vec_exp(vec_set(m2 - m_new));
+    float factors[2 * VEC_LANES];
+    vec_store(factors, a);
+    vec_store(factors + VEC_LANES, b);
+    *m = m_new;
+    *l = __builtin_fmaf(*l, factors[0], l2 * factors[VEC_LANES]);
+    for (uint32_t i = 0; i < value_dim; i += VEC_LANES) {
+        const vec added = vec_mul(load_lanes(out2 + i, value_dim - i), b);
+        store_lanes(out + i, vec_fma(load_lanes(out + i, value_dim - i), a, added), value_dim - i);
+    }
+}
+
+void KERNEL(attention_finish)(float *y, const float *out, float l, uint32_t value_dim) {
+    const vec inverse = vec_set(1.0f / l);
+    for (uint32_t i = 0; i < value_dim; i += VEC_LANES) {
+        store_lanes(y + i, vec_mul(load_lanes(out + i, value_dim - i), inverse), value_dim - i);
+    }
+}

@@ -1,0 +1,125 @@
+#include "runtime/runtime.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "file/load.h"
+
+#define DEFAULT_BATCH_TOKENS 512
+#define MAX_BATCH_TOKENS 4096
+
+_Static_assert(CB_OP_LIMIT <= COLIBRI_OP_KINDS, "colibri_stats has a place for each op");
+_Static_assert(CB_FORMAT_LIMIT <= 16, "colibri_stats has a place for each format");
+
+static void close_parts(colibri_engine *engine) {
+    cb_vm_close(engine->vm);
+    cb_expert_store_close(engine->store);
+    cb_model_close(engine->model);
+    cb_free(engine);
+}
+
+static colibri_status open_parts(colibri_engine *engine, const char *path, uint32_t max_rows, cb_error *error) {
+    if (cb_model_open(path, &engine->model, error) != COLIBRI_OK ||
+        cb_model_load_tensors(engine->model, &engine->tensor_bytes, error) != COLIBRI_OK ||
+        cb_expert_store_open(engine->model, &engine->store, error) != COLIBRI_OK)
+        return error->status;
+    return cb_vm_open(engine->model, engine->store, engine->runtime->kernels, engine->runtime->pool, max_rows,
+                      &engine->vm, error);
+}
+
+colibri_status colibri_engine_open(colibri_runtime *runtime, const char *path, const colibri_engine_options *options,
+                                   colibri_engine **result, char *message, size_t message_size) {
+    cb_error error = {0};
+    uint32_t max_rows =
+        options != NULL && options->max_batch_tokens != 0 ? options->max_batch_tokens : DEFAULT_BATCH_TOKENS;
+    if (result != NULL)
+        *result = NULL;
+    if (runtime == NULL || path == NULL || result == NULL) {
+        cb_fail(&error, COLIBRI_INVALID, "runtime, path and engine must not be NULL");
+    } else if (cb_forked(runtime)) {
+        cb_fail_forked(&error);
+    } else if (max_rows > MAX_BATCH_TOKENS) {
+        cb_fail(&error, COLIBRI_INVALID, "max_batch_tokens is %u, it must be 1 to %u", max_rows, MAX_BATCH_TOKENS);
+    } else {
+        colibri_engine *engine = cb_alloc(sizeof *engine);
+        if (engine == NULL) {
+            cb_fail(&error, COLIBRI_OUT_OF_MEMORY, "not enough memory for an engine");
+        } else {
+            engine->runtime = runtime;
+            if (open_parts(engine, path, max_rows, &error) == COLIBRI_OK) {
+                atomic_fetch_add(&runtime->engines, 1);
+                *result = engine;
+            } else {
+                close_parts(engine);
+            }
+        }
+    }
+    cb_copy_message(&error, message, message_size);
+    return error.status;
+}
+
+colibri_status colibri_engine_close(colibri_engine *engine) {
+    if (engine == NULL)
+        return COLIBRI_OK;
+    colibri_runtime *runtime = engine->runtime;
+    if (cb_forked(runtime))
+        return COLIBRI_FORKED;
+    if (atomic_load(&engine->sessions) != 0)
+        return COLIBRI_BUSY;
+    close_parts(engine);
+    cb_block_pool_trim(runtime->blocks);
+    atomic_fetch_sub(&runtime->engines, 1);
+    return COLIBRI_OK;
+}
+
+void colibri_engine_get_info(const colibri_engine *engine, colibri_engine_info *info) {
+    const cb_program *program = &engine->model->program;
+    uint64_t expert_bytes = cb_expert_store_bytes(engine->store);
+    *info = (colibri_engine_info){.vocabulary_size = program->vocabulary_size,
+                                  .context_limit = program->context_limit,
+                                  .layer_count = program->layer_count,
+                                  .expert_set_count = engine->model->set_count,
+                                  .default_state_format = program->default_state_format,
+                                  .max_batch_tokens = engine->vm->max_rows,
+                                  .weight_bytes = engine->tensor_bytes + expert_bytes,
+                                  .expert_bytes = expert_bytes,
+                                  .scratch_bytes = engine->vm->arena_bytes};
+    memcpy(info->digest, engine->model->digest, sizeof info->digest);
+}
+
+static uint64_t read_counter(const cb_counter *counter) {
+    return atomic_load_explicit(counter, memory_order_relaxed);
+}
+
+void colibri_get_stats(const colibri_engine *engine, colibri_stats *stats) {
+    const cb_vm *vm = engine->vm;
+    *stats = (colibri_stats){.tokens = read_counter(&vm->tokens),
+                             .passes = read_counter(&vm->passes),
+                             .nanoseconds = read_counter(&engine->nanoseconds)};
+    for (int i = 0; i < CB_OP_LIMIT; i++)
+        stats->op_nanoseconds[i] = read_counter(&vm->op_nanoseconds[i]);
+    snprintf(stats->cpu, sizeof stats->cpu, "%s", cb_isa_name(vm->kernels->isa));
+    for (int i = 0; i < CB_FORMAT_LIMIT; i++) {
+        const char *name = atomic_load_explicit(&vm->matmul_names[i], memory_order_relaxed);
+        if (name != NULL)
+            snprintf(stats->matmul[i], sizeof stats->matmul[i], "%s", name);
+    }
+}
+
+colibri_status colibri_get_expert_stats(const colibri_engine *engine, uint32_t set, colibri_expert_set_stats *stats,
+                                        uint64_t *counts) {
+    if (cb_forked(engine->runtime))
+        return COLIBRI_FORKED;
+    if (set >= engine->model->set_count || stats == NULL)
+        return COLIBRI_INVALID;
+    const cb_expert_set *info = &engine->model->sets[set];
+    const cb_set_counters *counters = &engine->vm->sets[set];
+    *stats = (colibri_expert_set_stats){.layer = info->layer,
+                                        .expert_count = info->count,
+                                        .experts_computed = read_counter(&counters->experts_computed),
+                                        .expert_tokens = read_counter(&counters->expert_tokens),
+                                        .bytes_touched = read_counter(&counters->bytes_touched)};
+    for (uint32_t i = 0; counts != NULL && i < info->count; i++)
+        counts[i] = read_counter(&counters->tokens[i]);
+    return COLIBRI_OK;
+}

@@ -1,0 +1,198 @@
+/* The virtual machine: walks the program over the rows of one pass.
+ *
+ * A pass is a number of token rows, cut from the items of a batch. Everything it needs is
+ * allocated by cb_vm_open. A row never influences another item's row, so a row whose item has
+ * failed may hold anything: it is computed along, except where that would cost much. */
+#ifndef CB_VM_H
+#define CB_VM_H
+
+#include "experts/store.h"
+#include "file/model.h"
+#include "kernels/kernels.h"
+#include "state/state.h"
+
+/* Values of kind outputs hold so many rows: logits of all rows of a pass would take too much memory,
+ * so the ops on them run over a few rows at a time. */
+#define CB_OUTPUT_ROWS 32
+#define CB_ROW_CHUNK 64 /* rows that one matmul task takes together: their codes stay in the cache */
+#define CB_MAX_GROUP 4  /* matmuls that run together */
+
+/* The rows that one item has in a pass. */
+typedef struct cb_segment {
+    colibri_item *item; /* status OK: alive */
+    const atomic_bool *cancel;
+    const cb_block_layout *layout;
+    cb_block *const *blocks;
+    uint32_t first_row, count;
+    uint32_t position; /* of the first row */
+} cb_segment;
+
+/* A row whose logits are wanted. */
+typedef struct cb_output {
+    uint32_t row;
+    float *logits; /* [vocabulary], or NULL: */
+    float *score;  /* log p(next) */
+    uint32_t next;
+} cb_output;
+
+typedef struct cb_pass {
+    uint32_t rows, segment_count, output_count;
+    uint32_t *tokens, *positions, *segment_of; /* [rows] */
+    cb_segment *segments;
+    cb_output *outputs;
+    /* The outputs whose rows the values of kind outputs hold now. */
+    uint32_t chunk_first, chunk_count;
+} cb_pass;
+
+/* A value: [rows][stride]. Routing values have the experts beside their weights. */
+typedef struct cb_register {
+    float *values;
+    uint32_t *experts;
+    uint64_t stride;
+    uint64_t stamp; /* another with every write */
+} cb_register;
+
+/* The quantised form of the register that was quantised last. */
+typedef struct cb_shadow {
+    uint64_t stamp;
+    int8_t *codes;
+    float *scales;
+    int16_t *sums;
+} cb_shadow;
+
+typedef _Atomic uint64_t cb_counter; /* one writer, any readers */
+
+typedef struct cb_set_counters {
+    cb_counter experts_computed, expert_tokens, bytes_touched;
+    cb_counter *tokens; /* [experts] */
+} cb_set_counters;
+
+/* What an op file keeps in the arena; sizes come from its plan function. */
+typedef struct cb_query_chunk {
+    uint32_t segment, first_row, count;
+} cb_query_chunk;
+
+typedef struct cb_vm {
+    const cb_model *model;
+    const cb_expert_store *store;
+    const cb_kernels *kernels;
+    cb_pool *pool;
+    uint32_t threads, max_rows;
+
+    cb_pass pass;
+    cb_register *registers; /* [value_count] */
+    float **gathered;       /* rows of each gather_outputs op, in the order of the program */
+    cb_shadow shadow;
+    uint64_t last_stamp, finite_stamp;
+    uint8_t *row_failed; /* [max_rows], all zero between ops */
+
+    uint8_t *worker_scratch; /* [threads][worker_bytes] */
+    uint64_t worker_bytes;
+    cb_query_chunk *query_chunks; /* [max_rows] */
+    float *partials;              /* attention splits computed side by side */
+    uint64_t partial_floats;
+    uint8_t *expert_scratch;
+
+    uint8_t *arena;
+    uint64_t arena_bytes;
+
+    cb_counter tokens, passes, op_nanoseconds[CB_OP_LIMIT];
+    const char *_Atomic matmul_names[CB_FORMAT_LIMIT];
+    cb_set_counters *sets;
+} cb_vm;
+
+/* UNSUPPORTED when the program uses a weight format that has no kernel. */
+colibri_status cb_vm_open(const cb_model *model, const cb_expert_store *store, const cb_kernels *kernels, cb_pool *pool,
+                          uint32_t max_rows, cb_vm **vm, cb_error *error);
+void cb_vm_close(cb_vm *vm);
+/* Runs vm->pass, which the caller has filled. Failures go to the items of its segments. */
+void cb_vm_run(cb_vm *vm);
+
+/* ---- inside the VM ---- */
+
+/* Memory is planned by running the same code twice: with no base it only counts. */
+typedef struct cb_arena {
+    uint8_t *base;
+    uint64_t size; /* UINT64_MAX once it has overflowed */
+} cb_arena;
+void *cb_arena_take(cb_arena *arena, uint64_t count, uint64_t size); /* aligned to 64 */
+
+void cb_item_fail(colibri_item *item, colibri_status status, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+/* NON_FINITE for the item of a pass row, if it is alive: "layer 3, <text> token position 17<end>". */
+void cb_row_fail(cb_vm *vm, const cb_op *op, uint32_t row, const char *end, const char *format, ...)
+    __attribute__((format(printf, 5, 6)));
+/* The row of the pass that row `row` of a value of this kind belongs to. */
+uint32_t cb_pass_row(const cb_pass *pass, uint32_t kind, uint32_t row);
+static inline bool cb_row_alive(const cb_pass *pass, uint32_t row) {
+    return pass->segments[pass->segment_of[row]].item->status == COLIBRI_OK;
+}
+/* No item of the pass needs its result any more; polled by tasks. */
+bool cb_pass_abandoned(const cb_pass *pass);
+/* Rows that a value has now. */
+uint32_t cb_value_rows(const cb_vm *vm, uint32_t value);
+
+static inline void cb_count(cb_counter *counter, uint64_t more) {
+    uint64_t old = atomic_load_explicit(counter, memory_order_relaxed);
+    atomic_store_explicit(counter, old + more, memory_order_relaxed);
+}
+
+/* Calls `work` for each row: on the calling thread for little work, else on all. */
+typedef void (*cb_row_work)(cb_vm *vm, const void *context, uint32_t row, uint32_t worker);
+void cb_for_rows(cb_vm *vm, uint32_t rows, uint64_t floats_per_row, cb_row_work work, const void *context);
+
+/* A tiled matrix as the kernels take it. */
+typedef struct cb_matrix {
+    const uint8_t *tiles;
+    uint32_t format, rows, k;
+    uint64_t tile_bytes;
+} cb_matrix;
+cb_matrix cb_matrix_make(const uint8_t *tiles, uint32_t format, uint64_t rows, uint64_t k);
+static inline uint32_t cb_tiles(const cb_matrix *matrix) {
+    return matrix->rows / CB_LANES + (matrix->rows % CB_LANES != 0);
+}
+static inline bool cb_is_quantised(uint32_t format) {
+    return cb_format_table[format].group != 0;
+}
+/* `x` seen from row `first` on. */
+cb_rows cb_rows_from(const cb_rows *x, uint64_t first, uint32_t k);
+/* Tiles [tile, tile + tiles) times rows of x into out, whose column 0 is the matrix' row 0. */
+void cb_multiply_tiles(const cb_vm *vm, const cb_matrix *matrix, uint32_t tile, uint32_t tiles, const cb_rows *x,
+                       const uint32_t *index, uint32_t count, float *out, uint64_t out_stride);
+void cb_note_matmul(cb_vm *vm, uint32_t format);
+/* Tiles for a task: at least 32 KiB of weights, and several tasks for each thread when there are enough. */
+uint32_t cb_task_tiles(const cb_vm *vm, uint64_t all_tiles, uint64_t tile_bytes);
+/* Checks that the rows of a value are finite and, if `quantise`, fills the shadow; failures go to their items. */
+void cb_prepare_rows(cb_vm *vm, const cb_op *op, uint32_t value, bool quantise, const char *what, const char *name);
+
+static inline void *cb_worker(const cb_vm *vm, uint32_t worker) {
+    return vm->worker_scratch + worker * vm->worker_bytes;
+}
+
+/* A row of logits becomes probabilities. Returns d such that log p(i) = (logits[i] - *largest) + d for the logits
+ * before: d = log of the largest probability, which is 1 / sum(exp(logit - largest)). Scores and the sampler
+ * share it. The logits must not be NaN or +inf, and one must be finite. */
+float cb_log_softmax(const cb_kernels *kernels, float *logits, uint32_t n, float *largest);
+
+void cb_plan_attention(cb_vm *vm, cb_arena *arena, uint64_t *worker_bytes);
+void cb_plan_experts(cb_vm *vm, cb_arena *arena, uint64_t *worker_bytes);
+void cb_plan_route(const cb_vm *vm, uint64_t *worker_bytes);
+
+void cb_run_embed(cb_vm *vm, const cb_op *op);
+void cb_run_rms_norm(cb_vm *vm, const cb_op *op);
+void cb_run_rope_table(cb_vm *vm, const cb_op *op);
+void cb_run_rope(cb_vm *vm, const cb_op *op);
+void cb_run_clamp(cb_vm *vm, const cb_op *op);
+void cb_run_gated_activation(cb_vm *vm, const cb_op *op);
+void cb_run_add(cb_vm *vm, const cb_op *op);
+void cb_run_sigmoid_gate(cb_vm *vm, const cb_op *op);
+/* ops[0] and those after it that cb_matmul_group joined to it. */
+uint32_t cb_matmul_group(const cb_op *ops, uint32_t left);
+void cb_run_matmuls(cb_vm *vm, const cb_op *ops, uint32_t count);
+void cb_run_attention(cb_vm *vm, const cb_op *op);
+void cb_run_route(cb_vm *vm, const cb_op *op);
+void cb_run_experts(cb_vm *vm, const cb_op *op);
+/* Hands the rows of the logits value to their outputs. */
+void cb_deliver_logits(cb_vm *vm);
+
+#endif

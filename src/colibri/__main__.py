@@ -1,0 +1,5 @@
+"""`python -m colibri` is the `colibri` command."""
+
+from colibri.cli import main
+
+main()

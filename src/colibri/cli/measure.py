@@ -1,0 +1,125 @@
+"""`colibri perplexity` and `colibri bench`."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+
+from colibri.errors import ColibriError, UsageError
+from colibri.runtime.engine import Engine
+from colibri.runtime.session import Session
+
+DEFAULT_WINDOW = 256
+
+
+def perplexity_of(engine: Engine, tokens: np.ndarray, window: int) -> tuple[float, int]:
+    """Perplexity over windows of `window` tokens, each on its own, and the number of predictions."""
+    total, count = 0.0, 0
+    with engine.session(window) as session:
+        for start in range(0, len(tokens) - 1, window):
+            session.truncate(0)
+            scores = session.score(tokens[start : start + window])[1:]
+            total -= float(np.sum(scores, dtype=np.float64))
+            count += len(scores)
+    return math.exp(total / count), count
+
+
+def perplexity_command(model: Path, text: Path, context: int | None, threads: int | None, as_json: bool) -> None:
+    try:
+        content = text.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read {text}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{text} is not UTF-8 at byte {error.start}") from None
+    with Engine(model, threads=threads) as engine:
+        window = engine.context_of(context or min(DEFAULT_WINDOW, engine.context_limit))
+        tokens = np.asarray(engine.tokenizer.encode(content), np.uint32)
+        if len(tokens) < 2:
+            raise UsageError(f"{text} gives {len(tokens)} tokens; perplexity needs at least 2")
+        start = time.perf_counter()
+        value, predictions = perplexity_of(engine, tokens, window)
+        seconds = time.perf_counter() - start
+    if as_json:
+        print(json.dumps({"perplexity": value, "predictions": predictions, "context": window, "seconds": seconds}))
+    else:
+        print(f"perplexity {value:.4f} over {predictions} predictions, windows of {window} tokens, {seconds:.1f} s")
+
+
+def bench_command(
+    model: Path,
+    prompt: int,
+    generate: int,
+    batch: int,
+    threads: int | None,
+    repeat: int,
+    topic: int | None,
+    as_json: bool,
+) -> None:
+    start = time.perf_counter()
+    with Engine(model, threads=threads) as engine:
+        context = prompt + generate
+        if context > engine.context_limit:
+            raise UsageError(f"--prompt + --generate is {context}, the model's context holds {engine.context_limit}")
+        sessions = [engine.session(context) for _ in range(batch)]
+        load = time.perf_counter() - start
+        vocabulary = engine.vocabulary_size
+        low, high = (0, vocabulary) if topic is None else (vocabulary * topic // 16, vocabulary * (topic + 1) // 16)
+        random = np.random.default_rng(0)
+        prompt_rates: list[float] = []
+        decode_rates: list[float] = []
+        latencies: list[float] = []
+        for _ in range(repeat):
+            for session in sessions:
+                session.truncate(0)
+            start = time.perf_counter()
+            for session in sessions:
+                session.forward(random.integers(low, high, prompt), last_only=True)
+            prompt_rates.append(batch * prompt / (time.perf_counter() - start))
+            begin = time.perf_counter()
+            for _ in range(generate):
+                start = time.perf_counter()
+                _decode(engine, [(session, [int(random.integers(low, high))]) for session in sessions])
+                latencies.append(time.perf_counter() - start)
+            decode_rates.append(batch * generate / (time.perf_counter() - begin))
+        done = engine.statistics()
+        for session in sessions:
+            session.close()
+    latencies.sort()
+    result = {
+        "engine": "colibri",
+        "model": str(model),
+        "threads": done.threads,
+        "cpu": done.cpu,
+        "batch": batch,
+        "load_s": round(load, 3),
+        "prompt_tokens_per_s": round(statistics.median(prompt_rates), 2),
+        "decode_tokens_per_s": round(statistics.median(decode_rates), 2),
+        "decode_p50_ms": round(1e3 * latencies[len(latencies) // 2], 3),
+        "decode_p99_ms": round(1e3 * latencies[int(len(latencies) * 0.99)], 3),
+        "peak_rss_mib": _peak_rss_mib(),
+    }
+    if as_json:
+        print(json.dumps(result))
+    else:
+        for name, value in result.items():
+            print(f"{name:22} {value}")
+
+
+def _decode(engine: Engine, items: list[tuple[Session, list[int]]]) -> None:
+    for result in engine.forward_batch(items, last_only=True):
+        if isinstance(result, ColibriError):
+            raise result
+
+
+def _peak_rss_mib() -> int | None:
+    """VmHWM of this process; None where /proc has none."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) // 1024 for line in lines if line.startswith("VmHWM")), None)
