@@ -111,7 +111,7 @@ COLIBRI_API uint32_t colibri_position(const colibri_session *session);
 COLIBRI_API uint32_t colibri_context(const colibri_session *session);
 /* Token ids of positions [0, position); valid until the session changes. */
 COLIBRI_API const uint32_t *colibri_tokens(const colibri_session *session);
-/* Forget positions >= position. */
+/* Forget positions >= position, and a cancel that no forward has met. */
 COLIBRI_API colibri_status colibri_truncate(colibri_session *session, uint32_t position, char *message,
                                             size_t message_size);
 /* One atomic store: the running or next forward of this session ends with CANCELLED. */

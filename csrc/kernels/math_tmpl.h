@@ -2,9 +2,11 @@
 #include "kernels/vec.h"
 
 VEC_INLINE vec vec_exp(vec x) {
-    /* Beyond these bounds the result is infinite or 0 anyway; the order of the operands lets NaN pass. */
-    x = vec_min(vec_set(89.0f), x);
-    x = vec_max(vec_set(-88.0f), x);
+    /* The last float whose exp reaches 2^-126. Below it the result is +0; taking those lanes out first also spares
+     * the CPU denormal products, which are slow. The order of operands lets NaN pass. */
+    const vec lowest = vec_set(-0x1.5d589ep+6f);
+    const vec_mask vanishes = vec_less(x, lowest);
+    x = vec_min(vec_set(89.0f), vec_max(lowest, x)); /* exp(89) is infinite */
     const vec n = vec_rint(vec_mul(x, vec_set(0x1.715476p+0f))); /* log2(e) */
     /* ln(2) in two parts; the first product is exact, so r is good to 2^-24 of itself. */
     vec r = vec_fma(n, vec_set(-0x1.62e430p-1f), x);
@@ -17,10 +19,10 @@ VEC_INLINE vec vec_exp(vec x) {
     p = vec_fma(p, r, vec_set(0.5f));
     p = vec_fma(p, vec_mul(r, r), r);
     p = vec_add(p, vec_set(1.0f));
-    /* 2^n in two factors: n reaches 128, and -127 on the way to 0. */
+    /* 2^n in two factors: n reaches 128. */
     const vec half = vec_rint(vec_mul(n, vec_set(0.5f)));
     p = vec_mul(vec_mul(p, vec_power2(half)), vec_power2(vec_sub(n, half)));
-    return vec_select(vec_less(p, vec_set(0x1p-126f)), vec_set(0.0f), p);
+    return vec_select(vanishes, vec_set(0.0f), p);
 }
 
 VEC_INLINE vec vec_sigmoid(vec x) {

@@ -143,9 +143,7 @@ static void settle_item(colibri_item *item) {
     cb_session_release(session);
 }
 
-static void run_batch(colibri_engine *engine, colibri_item *items, uint32_t item_count) {
-    for (uint32_t i = 0; i < item_count; i++)
-        admit_item(engine, items, i);
+static void run_passes(colibri_engine *engine, colibri_item *items, uint32_t item_count) {
     pthread_mutex_lock(&engine->runtime->forward);
     cb_float_environment environment = cb_float_enter();
     uint64_t start = now();
@@ -154,6 +152,16 @@ static void run_batch(colibri_engine *engine, colibri_item *items, uint32_t item
     cb_count(&engine->nanoseconds, now() - start);
     cb_float_leave(environment);
     pthread_mutex_unlock(&engine->runtime->forward);
+}
+
+static void run_batch(colibri_engine *engine, colibri_item *items, uint32_t item_count) {
+    bool any = false; /* a session that is busy is told so at once, not after the forward it is busy with */
+    for (uint32_t i = 0; i < item_count; i++) {
+        admit_item(engine, items, i);
+        any = any || items[i].status == COLIBRI_OK;
+    }
+    if (any)
+        run_passes(engine, items, item_count);
     for (uint32_t i = 0; i < item_count; i++)
         settle_item(&items[i]);
 }

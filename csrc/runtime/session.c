@@ -114,10 +114,12 @@ colibri_status colibri_truncate(colibri_session *session, uint32_t position, cha
     cb_error error = {0};
     if (cb_session_hold(session, &error, &error) == COLIBRI_OK) {
         uint32_t now = atomic_load(&session->position);
-        if (position > now)
+        if (position > now) {
             cb_fail(&error, COLIBRI_INVALID, "cannot truncate to position %u, the session is at %u", position, now);
-        else
+        } else {
             atomic_store(&session->position, position);
+            atomic_store(&session->cancel, false);
+        }
         cb_session_release(session);
     }
     cb_copy_message(&error, message, message_size);

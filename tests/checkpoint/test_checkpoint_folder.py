@@ -225,11 +225,17 @@ def test_tensor_in_two_shards_with_same_bytes_but_other_shape(tmp_path: Path, wr
     assert "different data" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("file_name", ["pytorch_model.bin", "pytorch_model.bin.index.json", "tiny-q4_k.gguf"])
+@pytest.mark.parametrize("file_name", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
 def test_formats_that_are_not_supported_yet_are_named(tmp_path: Path, file_name: str) -> None:
     (tmp_path / file_name).write_bytes(b"GGUF")
     message = refusal(tmp_path)
     assert file_name in message and "not supported yet" in message and "safetensors" in message
+
+
+def test_a_folder_of_gguf_files_says_to_give_one(tmp_path: Path) -> None:
+    (tmp_path / "tiny-q4_0.gguf").write_bytes(b"GGUF")
+    message = refusal(tmp_path)
+    assert "give one of them, 'tiny-q4_0.gguf'" in message
 
 
 def test_folder_without_weights_says_what_was_looked_for(tmp_path: Path) -> None:
@@ -248,9 +254,9 @@ def test_paths_that_are_no_folder(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"x")
     gguf = tmp_path / "model.gguf"
-    gguf.write_bytes(b"GGUF")
+    gguf.write_bytes(b"GGUX")
     assert f"{file} is a file" in refusal(file)
-    assert f"{gguf} is a GGUF file" in refusal(gguf)
+    assert f"{gguf} is not a GGUF file" in refusal(gguf)
     assert f"{tmp_path / 'gone'} does not exist" in refusal(tmp_path / "gone")
     assert "a\\x00b" in refusal("a\0b")
     assert "empty" in refusal("")

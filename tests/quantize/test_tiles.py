@@ -21,7 +21,7 @@ from colibri.quantize import (
 QUANTISED = ["q8_g32", "q4_g32"]
 PAIRS = [
     *((format.name, default_layout(format).name) for format in FORMATS),
-    *((name, "rows") for name in ("f32", "bf16", "f16", "q8_g32")),
+    *((name, "rows") for name in ("f32", "bf16", "f16", *QUANTISED)),
 ]
 
 
@@ -61,6 +61,7 @@ def test_round_trip(name: str, layout: str, rows: int, k: int) -> None:
         ("q8_g32", "tiled16x4", 2 * 2 * (2048 + 128)),
         ("q8_g32", "rows", 17 * 2 * (128 + 8)),
         ("q4_g32", "tiled16x4", 2 * 2 * (1024 + 128)),
+        ("q4_g32", "rows", 17 * 2 * (64 + 8)),
     ],
 )
 def test_sizes(name: str, layout: str, size: int) -> None:
@@ -124,6 +125,17 @@ def test_rows_hold_128_codes_then_their_scales() -> None:
     assert not packed[2, 1, 134:].any()
 
 
+def test_4_bit_rows_hold_two_codes_in_a_byte() -> None:
+    source = random_codes("q4_g32", 3, 200)
+    packed = pack(source, "rows").reshape(3, 2, 72)
+    for column in range(200):
+        byte = packed[:, column // 128, column % 128 // 2]
+        assert np.array_equal(byte >> 4 if column % 2 else byte & 15, source.codes[:, column])
+    assert (packed[:, 1, 36:64] == 0x88).all()
+    assert np.array_equal(packed[:, 0, 64:].copy().view("<f2"), source.scales[:, :4])
+    assert not packed[:, 1, 70:].any()
+
+
 def test_negative_zero_and_denormals_survive_float_tiles() -> None:
     values = np.array([[-0.0, 1e-40, 6e-8]], dtype=np.float32)
     for name in ("f32", "bf16", "f16"):
@@ -141,7 +153,7 @@ def test_a_matrix_with_fewer_rows_than_a_tile() -> None:
         assert np.array_equal(dequantise(unpack(pack(quantised), 4, 40, format)), dequantise(quantised))
 
 
-@pytest.mark.parametrize(("name", "layout"), [("q4_g32", "rows"), ("f32", "tiled16x4"), ("q8_g32", "tiled16")])
+@pytest.mark.parametrize(("name", "layout"), [("q4_g32", "tiled16"), ("f32", "tiled16x4"), ("q8_g32", "tiled16")])
 def test_layouts_that_a_format_does_not_have(name: str, layout: str) -> None:
     with pytest.raises(UsageError, match=f"{name}.*{layout}"):
         packed_size(name, layout, 16, 128)

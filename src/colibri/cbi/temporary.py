@@ -25,6 +25,9 @@ class TemporaryFile:
         self.path = path
         if path.is_dir():
             raise UsageError(f"{path} is a folder; give the name of the file to write.")
+        if path.exists() and not path.is_file():
+            # Renaming would put the file in the place of a device such as /dev/null.
+            raise UsageError(f"{path} is not a regular file; choose another output.")
         if not path.parent.is_dir():
             raise UsageError(f"{path.parent} is not a folder; create it or choose another output.")
         try:

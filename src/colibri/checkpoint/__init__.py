@@ -2,5 +2,6 @@
 
 from colibri.checkpoint.checkpoint import Checkpoint, TensorInfo
 from colibri.checkpoint.folder import open_checkpoint
+from colibri.checkpoint.gguf import GgufCheckpoint
 
-__all__ = ["Checkpoint", "TensorInfo", "open_checkpoint"]
+__all__ = ["Checkpoint", "GgufCheckpoint", "TensorInfo", "open_checkpoint"]

@@ -8,10 +8,23 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from colibri.checkpoint.reading import open_regular_file
-from colibri.checkpoint.safetensors import SafetensorsHeader
 from colibri.errors import CheckpointError, UsageError
+
+
+class FileHeader(Protocol):
+    """What the header of any kind of file says of the file: size (bytes) and modification time tell it apart."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def file_size(self) -> int: ...
+
+    @property
+    def modified_nanoseconds(self) -> int: ...
 
 
 class OpenFiles:
@@ -28,7 +41,7 @@ class OpenFiles:
         self._closed = False
 
     @contextmanager
-    def lease(self, header: SafetensorsHeader) -> Iterator[int]:
+    def lease(self, header: FileHeader) -> Iterator[int]:
         """Give a descriptor of the header's file that stays open inside the `with` block.
 
         Raises CheckpointError when the file cannot be opened or is no longer the one whose header was read,
@@ -57,7 +70,7 @@ class OpenFiles:
                 os.close(self._descriptors.pop(path))
             self._condition.notify_all()
 
-    def _acquire(self, header: SafetensorsHeader) -> int:
+    def _acquire(self, header: FileHeader) -> int:
         path = header.path
         while True:
             if self._closed:

@@ -108,11 +108,10 @@ def _complete_set(folder: Path, present: Collection[str]) -> list[str]:
 
 
 def _nothing_found(folder: Path, present: Collection[str]) -> str:
-    others = sorted(
-        name
-        for name in present
-        if name.endswith(".gguf") or re.fullmatch(r"pytorch_model.*\.bin(\.index\.json)?", name)
-    )
+    gguf = sorted(name for name in present if name.endswith(".gguf"))
+    if gguf:
+        return f"{folder} has no safetensors but GGUF files: give one of them, {first_names(gguf)}, and not the folder."
+    others = sorted(name for name in present if re.fullmatch(r"pytorch_model.*\.bin(\.index\.json)?", name))
     if others:
         return (
             f"{folder} has its weights only in {first_names(others)}, a format that is not supported yet; "

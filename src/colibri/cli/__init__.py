@@ -3,42 +3,80 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-
-import click
+from contextlib import suppress
+from io import TextIOWrapper
 
 from colibri.errors import ColibriError
+
+INTERRUPTED = 130
 
 
 def main() -> None:
     """Run the command line; every expected failure is one line on stderr and an exit code."""
-    from colibri.cli.app import app
-
     try:
-        code = app(standalone_mode=False)
-    except click.UsageError as error:
-        command = error.ctx.command_path if error.ctx else "colibri"
-        code = _fail(f"{command}: {error.format_message()} (see {command} --help)", 2)
-    except click.exceptions.Exit as exit_:
-        code = exit_.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        code = _fail("interrupted", 130)
+        code = _run()
+    except KeyboardInterrupt:
+        # A second Ctrl-C would only spoil the message.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        code = _fail("interrupted", INTERRUPTED)
     except ColibriError as error:
         code = _fail(str(error), error.exit_code)
-    except BrokenPipeError:
-        # The reader of our output went away (`colibri run ... | head`): nothing is wrong, nothing to say.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 141
+    except MemoryError:
+        code = _fail("not enough memory; use a smaller model or a shorter --context", 1)
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        code = _fail(f"{where}{error.strerror or error}", 1)
-    sys.exit(code or 0)
+        code = _fail(f"{error.filename or 'standard output'}: {error.strerror or error}", 1)
+    _give_up_output()
+    sys.exit(code)
+
+
+def _run() -> int:
+    if sys.stdout is None:
+        raise ColibriError("standard output is closed; redirect it to a file or to /dev/null")
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A terminal that cannot show a character gets a question mark, not an end of the answer.
+        sys.stdout.reconfigure(errors="replace")
+
+    import typer
+
+    from colibri.cli.app import app
+
+    # Typer is built on Click, or has it inside; either way this is its class for a wrong command line.
+    usage_error: type[Exception] = typer.BadParameter.__bases__[0]
+    try:
+        # Commands give back what is to be done, so that Typer's handling of errors ends with the parsing.
+        command = app(prog_name="colibri", standalone_mode=False)
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    except usage_error as error:
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context else "colibri"
+        message = getattr(error, "format_message", error.__str__)()
+        return _fail(f"{message.rstrip('.')}; see {path} --help", 2)
+    if callable(command):
+        command()
+        sys.stdout.flush()
+        return 0
+    if command == INTERRUPTED:  # Typer has caught a Ctrl-C
+        raise KeyboardInterrupt
+    return command or 0
 
 
 def _fail(message: str, code: int) -> int:
     line = " ".join(message.split())
-    try:
-        print(f"colibri: {line}", file=sys.stderr)
-    except BrokenPipeError:
-        pass
+    if sys.stderr is not None:
+        with suppress(OSError):
+            print(f"colibri: {line}", file=sys.stderr, flush=True)
     return code
+
+
+def _give_up_output() -> None:
+    """Drop what cannot be written, about which Python would complain once more at exit."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None:
+            continue
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

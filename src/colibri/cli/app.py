@@ -1,30 +1,53 @@
-"""The commands and their options. What they do is in the module beside, imported when it is needed."""
+"""The commands and their options.
+
+Each gives back what is to be done as a function, which imports its module when it is called.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Optional  # noqa: UP035 - typer reads the annotations at run time
+from typing import Annotated, Any
 
 import typer
 
 app = typer.Typer(
     name="colibri",
-    help="Run Mixture-of-Experts language models on small machines.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+
+def _option(metavar: str, help: str, **limits: Any) -> Any:
+    return typer.Option(metavar=metavar, help=help, **limits)
+
+
+Command = Callable[[], None]
 Model = Annotated[Path, typer.Argument(metavar="MODEL.cbi", help="a model file made by `colibri convert`")]
-Threads = Annotated[Optional[int], typer.Option(min=1, help="processors to use [default: what this process may use]")]
-Context = Annotated[Optional[int], typer.Option(min=1, help="positions [default: the model's limit, at most 4096]")]
+Threads = Annotated[
+    int | None, _option("N", "processors to use [default: all that this process may use]", min=1, max=1024)
+]
+Context = Annotated[
+    int | None, _option("N", "positions for prompt and reply [default: the model's limit, at most 4096]", min=1)
+]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
-Temperature = Annotated[Optional[float], typer.Option(help="0 takes the most likely token [default: the model's]")]
-TopK = Annotated[Optional[int], typer.Option(help="keep the K most likely tokens; 0 keeps all [default: the model's]")]
-TopP = Annotated[Optional[float], typer.Option(help="keep the most likely tokens up to this sum [default: the model's]")]
-MinP = Annotated[Optional[float], typer.Option(help="drop tokens below this part of the largest probability")]
-Seed = Annotated[int, typer.Option(min=0, help="the same seed gives the same text, on every machine")]
+Temperature = Annotated[
+    float | None, _option("X", "0 takes the most likely token [default: the model's, else 1]", min=0)
+]
+TopK = Annotated[
+    int | None, _option("N", "choose among the N most likely tokens; 0 is off [default: the model's, else 0]", min=0)
+]
+TopP = Annotated[
+    float | None,
+    _option("X", "choose among the likeliest tokens that add up to X [default: the model's, else 1]", min=0, max=1),
+]
+MinP = Annotated[
+    float | None,
+    _option("X", "leave out tokens below X times the likeliest [default: the model's, else 0]", min=0, max=1),
+]
+Seed = Annotated[int, _option("N", "the same seed gives the same text, on every machine", min=0)]
 
 
 def _version(wanted: bool) -> None:
@@ -35,70 +58,90 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def common(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and exit")
     ] = False,
 ) -> None:
     """Run Mixture-of-Experts language models on small machines."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit
 
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="a Hugging Face folder")],
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="a Hugging Face folder or a GGUF file")],
     output: Annotated[Path, typer.Argument(metavar="OUT.cbi", help="the file to write")],
-    weights: Annotated[str, typer.Option(help="q8, q4, bf16, f16 or f32")] = "q8",
+    weights: Annotated[
+        str | None,
+        _option("FORMAT", "q8, q4, bf16, f16, f32, or keep: as stored [default: keep for GGUF, q8 for a folder]"),
+    ] = None,
     threads: Threads = None,
-) -> None:
+) -> Command:
     """Convert a checkpoint into one .cbi file."""
-    from colibri.cli.files import convert_command
 
-    convert_command(source, output, weights, threads)
+    def call() -> None:
+        from colibri.cli.files import convert_command
+
+        convert_command(source, output, weights, threads)
+
+    return call
 
 
 @app.command()
 def run(
     arguments: Annotated[
-        Optional[list[str]],
-        typer.Argument(metavar="[MODEL.cbi] PROMPT", help="the text to continue; - reads it from standard input"),
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL.cbi] PROMPT",
+            help="the text to continue, - to read it from standard input; without MODEL.cbi the demo model runs",
+        ),
     ] = None,
-    prompt_file: Annotated[Optional[Path], typer.Option(help="read the prompt from a file")] = None,
+    prompt_file: Annotated[Path | None, _option("FILE", "read the prompt from a file")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="ask the prompt as a user message")] = False,
-    max_tokens: Annotated[int, typer.Option(min=1, help="tokens to generate at most")] = 256,
+    max_tokens: Annotated[int, _option("N", "tokens to generate at most", min=1)] = 256,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
     seed: Seed = 0,
-    stop: Annotated[Optional[list[str]], typer.Option(help="end at this text; may be repeated")] = None,
+    stop: Annotated[list[str] | None, _option("TEXT", "end before this text; may be repeated")] = None,
     threads: Threads = None,
     context: Context = None,
     json: Json = False,
     statistics: Annotated[bool, typer.Option("--statistics", help="print what was computed, on stderr")] = False,
-) -> None:
-    """Continue a text, or answer a question with --chat. Without MODEL.cbi: the demo model."""
-    from colibri.cli.generate import run_command
-
+) -> Command:
+    """Continue a text, or answer a question with --chat."""
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
-    run_command(
-        arguments or [],
-        prompt_file=prompt_file,
-        chat=chat,
-        max_tokens=max_tokens,
-        sampling=sampling,
-        stop=stop or [],
-        threads=threads,
-        context=context,
-        as_json=json,
-        statistics=statistics,
-    )
+
+    def call() -> None:
+        from colibri.cli.generate import run_command
+
+        run_command(
+            arguments or [],
+            prompt_file=prompt_file,
+            chat=chat,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop=stop or [],
+            threads=threads,
+            context=context,
+            as_json=json,
+            statistics=statistics,
+        )
+
+    return call
 
 
 @app.command()
 def chat(
-    model: Annotated[Optional[Path], typer.Argument(metavar="[MODEL.cbi]", help="[default: the demo model]")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="tokens of one answer at most")] = 1024,
+    model: Annotated[
+        Path | None, typer.Argument(metavar="[MODEL.cbi]", help="a model file [default: the demo model]")
+    ] = None,
+    max_tokens: Annotated[int, _option("N", "tokens of one answer at most", min=1)] = 1024,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -106,12 +149,16 @@ def chat(
     seed: Seed = 0,
     threads: Threads = None,
     context: Context = None,
-) -> None:
+) -> Command:
     """Talk to a model. Ctrl-C stops the answer, Ctrl-D ends the program."""
-    from colibri.cli.chat import chat_command
-
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
-    chat_command(model, max_tokens, sampling, threads, context)
+
+    def call() -> None:
+        from colibri.cli.chat import chat_command
+
+        chat_command(model, max_tokens, sampling, threads, context)
+
+    return call
 
 
 @app.command()
@@ -120,49 +167,63 @@ def inspect(
     json: Json = False,
     tensors: Annotated[bool, typer.Option("--tensors", help="list every tensor and expert set")] = False,
     program: Annotated[bool, typer.Option("--program", help="list the program")] = False,
-) -> None:
+) -> Command:
     """Show what is in a model file."""
-    from colibri.cli.files import inspect_command
 
-    inspect_command(model, json, tensors, program)
+    def call() -> None:
+        from colibri.cli.files import inspect_command
+
+        inspect_command(model, json, tensors, program)
+
+    return call
 
 
 @app.command()
-def validate(model: Model) -> None:
-    """Check every checksum and digest, the program and all references of a model file."""
-    from colibri.cli.files import validate_command
+def validate(model: Model) -> Command:
+    """Check a model file: every checksum, the program and all references."""
 
-    validate_command(model)
+    def call() -> None:
+        from colibri.cli.files import validate_command
+
+        validate_command(model)
+
+    return call
 
 
 @app.command()
 def perplexity(
     model: Model,
-    text: Annotated[Path, typer.Option(help="a UTF-8 text file")],
-    context: Annotated[Optional[int], typer.Option(min=2, help="tokens of a window [default: 256]")] = None,
+    text: Annotated[Path, _option("FILE", "a UTF-8 text file")],
+    context: Annotated[int | None, _option("N", "tokens of a window [default: 256]", min=2)] = None,
     threads: Threads = None,
     json: Json = False,
-) -> None:
-    """Measure how well a model predicts a text: exp of the mean negative log-probability."""
-    from colibri.cli.measure import perplexity_command
+) -> Command:
+    """Measure how well a model predicts a text."""
 
-    perplexity_command(model, text, context, threads, json)
+    def call() -> None:
+        from colibri.cli.measure import perplexity_command
+
+        perplexity_command(model, text, context, threads, json)
+
+    return call
 
 
 @app.command()
 def bench(
     model: Model,
-    prompt: Annotated[int, typer.Option(min=1, help="prompt tokens of each sequence")] = 256,
-    generate: Annotated[int, typer.Option(min=1, help="decode steps")] = 48,
-    batch: Annotated[int, typer.Option(min=1, help="sequences decoded together")] = 1,
+    prompt: Annotated[int, _option("N", "prompt tokens of each sequence", min=1)] = 256,
+    generate: Annotated[int, _option("N", "decode steps", min=1)] = 48,
+    batch: Annotated[int, _option("N", "sequences decoded together", min=1)] = 1,
     threads: Threads = None,
-    repeat: Annotated[int, typer.Option(min=1, help="repetitions; medians are printed")] = 3,
-    topic: Annotated[
-        Optional[int], typer.Option(min=0, max=15, help="draw the tokens from one of 16 blocks of ids")
-    ] = None,
+    repeat: Annotated[int, _option("N", "repetitions; medians are printed", min=1)] = 3,
+    topic: Annotated[int | None, _option("K", "draw the tokens from block K of 16 of the ids", min=0, max=15)] = None,
     json: Json = False,
-) -> None:
-    """Measure prompt and decode speed on random tokens (a fixed seed)."""
-    from colibri.cli.measure import bench_command
+) -> Command:
+    """Measure prompt and decode speed on random tokens."""
 
-    bench_command(model, prompt, generate, batch, threads, repeat, topic, json)
+    def call() -> None:
+        from colibri.cli.measure import bench_command
+
+        bench_command(model, prompt, generate, batch, threads, repeat, topic, json)
+
+    return call

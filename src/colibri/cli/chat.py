@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from colibri.errors import ContextLengthError, TemplateError
+from colibri.cli.output import write
+from colibri.errors import ColibriError, ContextLengthError, TemplateError
 from colibri.runtime.engine import Engine
+from colibri.runtime.session import Session
 
 HELP = "/reset forgets the conversation, /help shows this, /exit (or Ctrl-D) ends; Ctrl-C stops an answer"
 
@@ -16,54 +20,71 @@ HELP = "/reset forgets the conversation, /help shows this, /exit (or Ctrl-D) end
 def chat_command(
     model: Path | None, max_tokens: int, sampling: Mapping[str, Any], threads: int | None, context: int | None
 ) -> None:
-    _enable_line_editing()
+    if sys.stdin is None:
+        raise ColibriError("standard input is closed; chat reads the questions from it")
+    interactive = sys.stdin.isatty()
+    if isinstance(sys.stdin, TextIOWrapper):
+        # In some locales Python would hand on wrong bytes as half characters.
+        sys.stdin.reconfigure(errors="strict")
+    if interactive:
+        # Arrow keys and history in `input`, where Python has readline; importing it enables it.
+        with suppress(ImportError):
+            import readline  # noqa: F401
     with Engine(model, threads=threads) as engine, engine.session(context) as session:
         if not engine.tokenizer.has_chat_template:
-            raise TemplateError(f"{engine.path} has no chat template: use colibri run with a plain prompt")
-        interactive = sys.stdin.isatty()
+            raise TemplateError(f"{engine.path} has no chat template; use colibri run with a plain prompt")
         if interactive:
-            print(f"{engine.path.name}: {HELP}")
+            write(f"{engine.path.name}: {HELP}")
         messages: list[dict[str, str]] = []
         while True:
             try:
                 text = input("> " if interactive else "")
             except EOFError:
                 if interactive:
-                    print()
+                    write("")
                 return
+            except UnicodeDecodeError:
+                raise ColibriError("standard input is not UTF-8 text; convert it to UTF-8") from None
             except KeyboardInterrupt:
-                print("\n(Ctrl-D or /exit ends)" if interactive else "", file=sys.stderr)
+                if not interactive:
+                    raise
+                write("\n(Ctrl-D or /exit ends)")
                 continue
             command = text.strip()
-            if not command:
-                continue
             if command == "/exit":
                 return
             if command == "/help":
-                print(HELP)
-                continue
-            if command == "/reset":
+                write(HELP)
+            elif command == "/reset":
                 messages.clear()
-                continue
-            messages.append({"role": "user", "content": text})
-            try:
-                generation = engine.generate(messages=messages, max_tokens=max_tokens, session=session, **sampling)
-            except (ContextLengthError, TemplateError) as error:
-                messages.pop()
-                print(f"colibri: {error}; /reset starts again", file=sys.stderr)
-                continue
-            try:
-                for piece in generation:
-                    print(piece, end="", flush=True)
-            except KeyboardInterrupt:
-                print(" (stopped)", end="", file=sys.stderr)
-            print()
-            messages.append({"role": "assistant", "content": generation.text})
+            elif command:
+                try:
+                    _answer(engine, session, messages, text, max_tokens, sampling)
+                except (ContextLengthError, TemplateError) as error:
+                    if not interactive:
+                        raise
+                    messages.pop()
+                    write(f"{error} (/reset starts again)")
+                except KeyboardInterrupt:
+                    if not interactive:
+                        raise
+                    write(" (stopped)")
 
 
-def _enable_line_editing() -> None:
-    """Arrow keys and history in `input`, where Python has readline."""
+def _answer(
+    engine: Engine,
+    session: Session,
+    messages: list[dict[str, str]],
+    text: str,
+    max_tokens: int,
+    sampling: Mapping[str, Any],
+) -> None:
+    """Write the answer to `text`; both join `messages`, the answer also when Ctrl-C cut it."""
+    messages.append({"role": "user", "content": text})
+    generation = engine.generate(messages=messages, max_tokens=max_tokens, session=session, **sampling)
     try:
-        import readline  # noqa: F401 - importing it is what enables it
-    except ImportError:
-        pass
+        for piece in generation:
+            write(piece, end="")
+    finally:
+        messages.append({"role": "assistant", "content": generation.text})
+    write("")

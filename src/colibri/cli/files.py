@@ -10,12 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
 from colibri.cbi import CbiFile
 from colibri.cbi.layout import FORMAT_BY_ID, LAYOUT_BY_ID, ExpertSetEntry, SectionType
-from colibri.convert import convert
+from colibri.cli.output import write, write_json
 from colibri.program import program_text
 from colibri.runtime.native_backend import validate_file
 
@@ -25,21 +22,26 @@ MIB = 2**20
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr, where it does not mix with results; silent when stderr is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn(title), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task(title)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def convert_command(source: Path, output: Path, weights: str, threads: int | None) -> None:
+def convert_command(source: Path, output: Path, weights: str | None, threads: int | None) -> None:
+    from colibri.convert import convert
+
     with progress_bar("converting") as progress:
         report = convert(source, output, weights=weights, threads=threads, progress=progress)
-    print(f"{report.path}: {report.family}, {report.parameters:,} parameters, {report.file_bytes / MIB:.1f} MiB")
+    write(f"{report.path}: {report.family}, {report.parameters:,} parameters, {report.file_bytes / MIB:.1f} MiB")
     for error in report.errors:
         worst = f", worst {error.largest:.4f} ({error.largest_tensor})" if error.largest else ""
-        print(f"  {error.role:10} {error.format:7} RMS error {error.rms_error:.4f} of RMS weight{worst}")
+        write(f"  {error.role:10} {error.format:7} RMS error {error.rms_error:.4f} of RMS weight{worst}")
     for note in report.notes:
-        print(f"note: {note}")
+        write(f"note: {note}")
 
 
 def validate_command(model: Path) -> None:
@@ -55,28 +57,28 @@ def validate_command(model: Path) -> None:
             tokenizer.valid_token_mask(file.program.vocabulary_size)
         digest = file.digest.hex()
     validate_file(model)
-    print(f"{model}: valid, SHA-256 tree {digest}")
+    write(f"{model}: valid, SHA-256 tree {digest}")
 
 
 def inspect_command(model: Path, as_json: bool, tensors: bool, program: bool) -> None:
     with CbiFile.open(model) as file:
         if as_json:
-            print(json.dumps(description(file, tensors, program), ensure_ascii=False))
+            write_json(description(file, tensors, program))
             return
         for name, value in description(file, False, False).items():
-            print(f"{name:18} {_readable(value)}")
+            write(f"{name:18} {_readable(value)}")
         if tensors:
-            print()
+            write("")
             for row in tensor_rows(file):
-                print(f"{row['name']:48} {row['format']:7} {row['layout']:9} {row['rows']:>8} x {row['columns']:<8} "
+                write(f"{row['name']:48} {row['format']:7} {row['layout']:9} {row['rows']:>8} x {row['columns']:<8} "
                       f"{row['bytes'] / MIB:10.3f} MiB")  # fmt: skip
             for row in expert_rows(file):
                 formats = "/".join(row["formats"])
-                print(f"{'experts of layer ' + str(row['layer']):48} {formats:17} {row['experts']:>8} x "
+                write(f"{'experts of layer ' + str(row['layer']):48} {formats:17} {row['experts']:>8} x "
                       f"[{row['ffn']}, {row['width']}] x 3  {row['bytes'] / MIB:10.3f} MiB")  # fmt: skip
         if program:
-            print()
-            print(program_text(file.program, [t.name for t in file.tensors]), end="")
+            write("")
+            write(program_text(file.program, [t.name for t in file.tensors]), end="")
 
 
 def description(file: CbiFile, tensors: bool, program: bool) -> dict[str, Any]:
@@ -103,9 +105,7 @@ def description(file: CbiFile, tensors: bool, program: bool) -> dict[str, Any]:
             {"layer": s.layer, "experts": len(s.experts), "width": s.width, "ffn": s.ffn} for s in file.expert_sets
         ],
         "bytes_by_format": dict(by_format),
-        "state_bytes_per_position_f16": sum(
-            2 * s.kv_heads * (s.key_dim + s.value_dim) for s in file.program.states
-        ),
+        "state_bytes_per_position_f16": sum(2 * s.kv_heads * (s.key_dim + s.value_dim) for s in file.program.states),
         "tokenizer": file.tokenizer_json is not None,
         "chat_template": file.chat_template is not None,
         "settings": file.settings,

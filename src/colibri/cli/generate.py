@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from colibri.errors import UsageError
+from colibri.cli.output import write, write_json
+from colibri.errors import ColibriError, UsageError
 from colibri.runtime.backend import Statistics
 from colibri.runtime.engine import Engine
 
@@ -20,40 +19,50 @@ from colibri.runtime.engine import Engine
 def choose_prompt(arguments: Sequence[str], prompt_file: Path | None) -> tuple[Path | None, str]:
     """Split `[MODEL.cbi] PROMPT` and read the prompt; UsageError when it is missing, double or empty."""
     rest = list(arguments)
-    model = None
-    if len(rest) > (1 if prompt_file else 2):
-        raise UsageError(f"run takes [MODEL.cbi] PROMPT, but {rest[-1]!r} is one too many: quote the prompt")
-    if prompt_file and rest:
-        model = Path(rest.pop())
-    elif len(rest) == 2:
-        model = Path(rest.pop(0))
+    most = 1 if prompt_file else 2
+    if len(rest) > most:
+        raise UsageError(f"run takes {'MODEL.cbi' if prompt_file else '[MODEL.cbi] PROMPT'}, and {rest[most]!r} is one "
+                         "too many; quote a prompt of several words")  # fmt: skip
+    if prompt_file and rest == ["-"]:
+        raise UsageError("the prompt is given twice, by --prompt-file and as -; leave one out")
+    model = Path(rest.pop(0)) if len(rest) == most else None
     if prompt_file:
-        text, name = _read(prompt_file), str(prompt_file)
+        text, name = read_text(prompt_file, "the prompt file"), str(prompt_file)
     elif not rest:
-        raise UsageError('no prompt: give one (colibri run "text"), --prompt-file FILE, or - for standard input')
+        raise UsageError('there is no prompt; give one (run "text"), --prompt-file FILE, or - for standard input')
     elif rest[0] == "-":
-        text, name = _decode(sys.stdin.buffer.read(), "standard input"), "standard input"
+        text, name = decode(_standard_input(), "standard input"), "standard input"
     else:
-        text, name = rest[0], "PROMPT"
-        if model is None and text.endswith(".cbi") and Path(text).exists():
-            raise UsageError(f"{text} is a model file, but there is no prompt: colibri run {text} PROMPT")
+        text, name = decode(os.fsencode(rest[0]), "PROMPT"), "PROMPT"
+        # Nobody continues a file name: the prompt was forgotten, or a second model given.
+        if text.endswith(".cbi") and not any(map(str.isspace, text)):
+            raise UsageError(f"{text} is a model file and there is no prompt; give one: run {model or text} PROMPT")
     if not text:
-        raise UsageError(f"the prompt is empty ({name}): give at least one character")
+        raise UsageError(f"the prompt is empty ({name}); give at least one character")
     return model, text
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path, what: str) -> str:
+    """The text of a UTF-8 file; ColibriError when there is none."""
     try:
-        return _decode(path.read_bytes(), str(path))
+        data = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"cannot read the prompt file {path}: {error.strerror}") from None
+        raise ColibriError(f"cannot read {what} {path}: {error.strerror}") from None
+    return decode(data, str(path))
 
 
-def _decode(data: bytes, name: str) -> str:
+def decode(data: bytes, name: str) -> str:
+    """UTF-8 text; ColibriError gives the first wrong byte."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError(f"the prompt ({name}) is not UTF-8 at byte {error.start}") from None
+        raise ColibriError(f"{name} is not UTF-8 text (byte {error.start}); convert it to UTF-8") from None
+
+
+def _standard_input() -> bytes:
+    if sys.stdin is None:
+        raise ColibriError("standard input is closed; give the prompt as an argument or by --prompt-file")
+    return sys.stdin.buffer.read()
 
 
 def run_command(
@@ -74,9 +83,14 @@ def run_command(
         source: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
         start = time.perf_counter()
         generation = engine.generate(**source, max_tokens=max_tokens, stop=stop, context=context, **sampling)
-        for piece in generation:
-            if not as_json:
-                print(piece, end="", flush=True)
+        try:
+            for piece in generation:
+                if not as_json:
+                    write(piece, end="")
+        except KeyboardInterrupt:
+            if sys.stdout.isatty():
+                write("")
+            raise
         seconds = time.perf_counter() - start
         if as_json:
             result = {
@@ -89,22 +103,23 @@ def run_command(
             }
             if statistics:
                 result["statistics"] = statistics_object(engine.statistics())
-            print(json.dumps(result, ensure_ascii=False))
+            write_json(result)
         else:
-            print()
+            write("")
             if statistics:
                 print_statistics(engine.statistics())
 
 
 def statistics_object(statistics: Statistics) -> dict[str, Any]:
     """Statistics as JSON types."""
-    from dataclasses import asdict
-
     return asdict(statistics)
 
 
 def print_statistics(statistics: Statistics) -> None:
     """Tables on stderr: totals, time by op, experts by layer."""
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console(stderr=True)
     console.print(
         f"{statistics.tokens} tokens in {statistics.passes} passes, {statistics.seconds:.3f} s, "

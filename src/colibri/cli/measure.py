@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -10,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from colibri.cli.generate import read_text
+from colibri.cli.output import write, write_json
 from colibri.errors import ColibriError, UsageError
 from colibri.runtime.engine import Engine
 from colibri.runtime.session import Session
@@ -30,24 +31,19 @@ def perplexity_of(engine: Engine, tokens: np.ndarray, window: int) -> tuple[floa
 
 
 def perplexity_command(model: Path, text: Path, context: int | None, threads: int | None, as_json: bool) -> None:
-    try:
-        content = text.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot read {text}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{text} is not UTF-8 at byte {error.start}") from None
+    content = read_text(text, "the text file")
     with Engine(model, threads=threads) as engine:
         window = engine.context_of(context or min(DEFAULT_WINDOW, engine.context_limit))
         tokens = np.asarray(engine.tokenizer.encode(content), np.uint32)
         if len(tokens) < 2:
-            raise UsageError(f"{text} gives {len(tokens)} tokens; perplexity needs at least 2")
+            raise ColibriError(f"{text} gives {len(tokens)} tokens and perplexity needs 2; give a longer text")
         start = time.perf_counter()
         value, predictions = perplexity_of(engine, tokens, window)
         seconds = time.perf_counter() - start
     if as_json:
-        print(json.dumps({"perplexity": value, "predictions": predictions, "context": window, "seconds": seconds}))
+        write_json({"perplexity": value, "predictions": predictions, "context": window, "seconds": round(seconds, 4)})
     else:
-        print(f"perplexity {value:.4f} over {predictions} predictions, windows of {window} tokens, {seconds:.1f} s")
+        write(f"perplexity {value:.4f} over {predictions} predictions, windows of {window} tokens, {seconds:.1f} s")
 
 
 def bench_command(
@@ -64,7 +60,10 @@ def bench_command(
     with Engine(model, threads=threads) as engine:
         context = prompt + generate
         if context > engine.context_limit:
-            raise UsageError(f"--prompt + --generate is {context}, the model's context holds {engine.context_limit}")
+            raise UsageError(
+                f"--prompt and --generate add up to {context}, the model's context holds {engine.context_limit}; "
+                "lower one of them"
+            )
         sessions = [engine.session(context) for _ in range(batch)]
         load = time.perf_counter() - start
         vocabulary = engine.vocabulary_size
@@ -104,10 +103,10 @@ def bench_command(
         "peak_rss_mib": _peak_rss_mib(),
     }
     if as_json:
-        print(json.dumps(result))
+        write_json(result)
     else:
         for name, value in result.items():
-            print(f"{name:22} {value}")
+            write(f"{name:22} {value}")
 
 
 def _decode(engine: Engine, items: list[tuple[Session, list[int]]]) -> None:

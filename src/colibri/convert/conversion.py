@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to one `.cbi` file."""
+"""From a Hugging Face folder or a GGUF file to one `.cbi` file."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from colibri.cbi import CbiWriter
-from colibri.checkpoint import Checkpoint, open_checkpoint
-from colibri.convert.packing import Matrix, PackedSlice, matrix_of, pack_in_order
-from colibri.convert.recipes import Recipe, recipe_named
+from colibri.checkpoint import Checkpoint, GgufCheckpoint, open_checkpoint
+from colibri.convert.packing import Matrix, PackedSlice, pack_in_order
+from colibri.convert.recipes import KEEP, Recipe, recipe_named
 from colibri.convert.report import ConvertReport, ErrorSums, as_metadata
 from colibri.errors import CheckpointError, UsageError
-from colibri.families import ExpertSetPlan, ModelPlan, Role, plan_model
+from colibri.families import ExpertSetPlan, ModelPlan, Role, Source, plan_model
 from colibri.program.program import STATE_F16, STATE_F32
-from colibri.tokenizer import TokenizerParts, read_tokenizer_folder
+from colibri.tokenizer import TokenizerParts, read_tokenizer_folder, read_tokenizer_metadata
 
 Progress = Callable[[int, int], None]
 
@@ -32,30 +32,33 @@ _GENERATION_KEYS = (
 def convert(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str],
-    weights: str = "q8",
+    weights: str | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
-    """Convert the checkpoint folder `source` into the file `output`.
+    """Convert the Hugging Face folder or GGUF file `source` into the file `output`.
 
-    weights: "q8" (8 bits), "q4" (4 bits in experts and feed-forward blocks, 8 in the rest), "bf16", "f16" or "f32".
-    Router, norms and biases are always exact float32. threads: None takes the processors this process may use; the
-    file is the same for any number. progress is called with (bytes written, bytes in all) of the weights.
+    weights: "q8" (8 bits), "q4" (4 bits in experts and feed-forward blocks, 8 in the rest), "bf16", "f16", "f32", or
+    "keep" (each tensor in the format that holds it exactly; Q4_0 and Q8_0 blocks are copied). None means "keep" for a
+    GGUF file and "q8" for a folder. Router, norms and biases are always exact float32. threads: None takes the
+    processors this process may use; the file is the same for any number. progress is called with (bytes written,
+    bytes in all) of the weights.
 
     `output` appears, or is replaced, in one step at the end; an error or interruption leaves it as it was. Peak memory
     stays below 512 MiB plus twice one expert's float32 size. Raises UsageError for arguments, CheckpointError,
     UnsupportedModelError and TokenizerError for the source, NonFiniteError for NaN or infinity in a tensor, and
     ModelFileError when writing fails.
     """
-    recipe = recipe_named(weights)
+    recipe = None if weights is None else recipe_named(weights)
     threads = _thread_count(threads)
     output = Path(output)
     with open_checkpoint(Path(source)) as checkpoint:
         _refuse_overwriting(checkpoint, output)
+        recipe = recipe or recipe_named(KEEP if isinstance(checkpoint, GgufCheckpoint) else "q8")
         plan = plan_model(checkpoint)
-        parts = read_tokenizer_folder(checkpoint.path)
+        parts = _tokenizer_parts(checkpoint)
         settings = _settings(checkpoint, parts)
-        state_format = STATE_F32 if weights == "f32" else STATE_F16
+        state_format = STATE_F32 if _is_float32(plan, recipe) else STATE_F16
         program = replace(plan.program, default_state_format=state_format)
         errors = ErrorSums()
         with CbiWriter(output) as writer:
@@ -64,7 +67,7 @@ def convert(
             metadata = {
                 "family": plan.family,
                 "source": checkpoint.path.name,
-                "weights": weights,
+                "weights": recipe.weights,
                 "converter": f"colibri {_version()}",
                 "parameters": _parameters(plan),
                 "quantisation": as_metadata(report),
@@ -77,16 +80,15 @@ def convert(
                 metadata=metadata,
             )
             file_bytes = writer.size
-    return ConvertReport(output, plan.family, weights, file_bytes, metadata["parameters"], report, plan.notes, digest)
+    return ConvertReport(
+        output, plan.family, recipe.weights, file_bytes, metadata["parameters"], report, plan.notes, digest
+    )
 
 
 def _write_weights(
     writer: CbiWriter, plan: ModelPlan, recipe: Recipe, threads: int, errors: ErrorSums, progress: Progress | None
 ) -> None:
-    tensors = [
-        matrix_of(weight.name, weight.role, weight.source, recipe.formats[weight.role], recipe.layout(weight.role))
-        for weight in plan.weights
-    ]
+    tensors = [_matrix(weight.name, weight.role, weight.source, recipe) for weight in plan.weights]
     experts = [[_expert_matrices(expert_set, recipe, e) for e in range(len(expert_set.experts))]
                for expert_set in plan.expert_sets]  # fmt: skip
     matrices = tensors + [matrix for one_set in experts for three in one_set for matrix in three]
@@ -116,8 +118,25 @@ def _write_weights(
 
 def _expert_matrices(expert_set: ExpertSetPlan, recipe: Recipe, expert: int) -> list[Matrix]:
     sources = expert_set.experts[expert]
-    format = recipe.formats[Role.EXPERT]
-    return [matrix_of(source.name, Role.EXPERT, source, format) for source in (sources.gate, sources.up, sources.down)]
+    return [_matrix(source.name, Role.EXPERT, source, recipe) for source in (sources.gate, sources.up, sources.down)]
+
+
+def _matrix(name: str, role: Role, source: Source, recipe: Recipe) -> Matrix:
+    format = recipe.format(role, source)
+    return Matrix(name, role, source, format, recipe.layout(role, format))
+
+
+def _is_float32(plan: ModelPlan, recipe: Recipe) -> bool:
+    sources = [(weight.role, weight.source) for weight in plan.weights]
+    for expert_set in plan.expert_sets:
+        sources += [(Role.EXPERT, source) for e in expert_set.experts for source in (e.gate, e.up, e.down)]
+    return all(recipe.format(role, source) == "f32" for role, source in sources)
+
+
+def _tokenizer_parts(checkpoint: Checkpoint) -> TokenizerParts | None:
+    if isinstance(checkpoint, GgufCheckpoint):
+        return read_tokenizer_metadata(checkpoint.tokenizer_metadata(), str(checkpoint.path))
+    return read_tokenizer_folder(checkpoint.path)
 
 
 def _settings(checkpoint: Checkpoint, parts: TokenizerParts | None) -> dict[str, Any]:

@@ -9,8 +9,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from colibri.families import Role, Source
-from colibri.quantize import default_layout, dequantise, format_named, layout_named, pack, packed_size, quantise
+from colibri.families import Role, Source, TensorSource
+from colibri.quantize import (
+    QuantisedRows,
+    dequantise,
+    format_named,
+    layout_named,
+    pack,
+    packed_size,
+    quantise,
+)
 
 # A slice and the work on it take about four times this much memory.
 SLICE_BYTES = 4 << 20
@@ -50,11 +58,6 @@ class PackedSlice:
     squared_errors: float
 
 
-def matrix_of(name: str, role: Role, source: Source, format: str, layout: str | None = None) -> Matrix:
-    """Return a matrix; without a layout, in that of the matrix product."""
-    return Matrix(name, role, source, format, default_layout(format).name if layout is None else layout)
-
-
 def pack_in_order(matrices: Sequence[Matrix], threads: int) -> Generator[PackedSlice, None, None]:
     """Yield the slices of all matrices in order. Close the generator to stop early.
 
@@ -76,13 +79,18 @@ def pack_in_order(matrices: Sequence[Matrix], threads: int) -> Generator[PackedS
 
 
 def _pack_slice(matrix: Matrix, start: int, stop: int) -> PackedSlice:
-    values = matrix.source.read(start, stop)
-    quantised = quantise(values, format_named(matrix.format), name=matrix.source.name)
+    source, format, layout = matrix.source, format_named(matrix.format), layout_named(matrix.layout)
+    if isinstance(source, TensorSource) and not format.is_float and source.stored_format == format.name:
+        # Copied as they are: a search for scales would find others that are no better.
+        quantised = QuantisedRows(format, *source.read_codes(start, stop))
+        return PackedSlice(pack(quantised, layout).tobytes(), 0.0, 0.0)
+    values = source.read(start, stop)
+    quantised = quantise(values, format, name=source.name)
     squares, squared_errors = 0.0, 0.0
     if matrix.format != "f32":
         squares = _sum_of_squares(values)
         squared_errors = _sum_of_squares(dequantise(quantised) - values)
-    return PackedSlice(pack(quantised, layout_named(matrix.layout)).tobytes(), squares, squared_errors)
+    return PackedSlice(pack(quantised, layout).tobytes(), squares, squared_errors)
 
 
 def _sum_of_squares(values: np.ndarray) -> float:

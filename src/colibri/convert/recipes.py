@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from colibri.errors import UsageError
-from colibri.families import Role
+from colibri.families import Role, Source
+from colibri.quantize import default_layout
 
 # Small and sensitive: a wrong expert is worse than a slightly wrong weight, so these are never rounded.
 _EXACT = {Role.ROUTER: "f32", Role.VECTOR: "f32"}
@@ -15,28 +16,38 @@ _EXACT = {Role.ROUTER: "f32", Role.VECTOR: "f32"}
 _EIGHT_BIT_ROLES = (Role.EMBEDDING, Role.HEAD, Role.ATTENTION)
 _FORMATS = {"q8": "q8_g32", "q4": "q4_g32", "bf16": "bf16", "f16": "f16", "f32": "f32"}
 
-WEIGHTS = tuple(_FORMATS)
+KEEP = "keep"
+"""The value of `--weights` that gives each tensor the format it is stored in."""
+
+WEIGHTS = (*_FORMATS, KEEP)
 """The values of `--weights`."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One value of `--weights` and the format of each role."""
+    """One value of `--weights`. formats: that of each role; one that is absent is stored as it comes."""
 
     weights: str
     formats: dict[Role, str]
 
-    def layout(self, role: Role) -> str:
+    def format(self, role: Role, source: Source) -> str:
+        """Return the format of a weight."""
+        # What no format holds as stored cannot be read either, and reading it gives the error that says so.
+        return self.formats.get(role) or source.stored_format or "f32"
+
+    def layout(self, role: Role, format: str) -> str:
         """Return the layout: embeddings are read by rows, vectors whole, everything else in tiles."""
         if role in (Role.EMBEDDING, Role.VECTOR):
             return "rows"
-        return "tiled16x4" if self.formats[role].startswith("q") else "tiled16"
+        return default_layout(format).name
 
 
 def recipe_named(weights: str) -> Recipe:
     """Return the recipe; raises UsageError that lists the known ones."""
-    if weights not in _FORMATS:
+    if weights not in WEIGHTS:
         raise UsageError(f"weights {weights!r} is not known; choose one of {', '.join(WEIGHTS)}.")
+    if weights == KEEP:
+        return Recipe(weights, dict(_EXACT))
     formats = dict.fromkeys(Role, _FORMATS[weights]) | _EXACT
     if weights == "q4":
         formats |= dict.fromkeys(_EIGHT_BIT_ROLES, _FORMATS["q8"])

@@ -16,6 +16,7 @@ from colibri.families import Role
 class RoleError:
     """Errors of the weights of one role, as RMS of the error / RMS of the weights; 0 where storage is exact.
 
+    format: the formats that occur, with + between them. Weights that are copied as stored count for nothing.
     largest is that of the worst tensor, named largest_tensor (its name in the checkpoint).
     """
 
@@ -45,7 +46,7 @@ class ErrorSums:
 
     def __init__(self) -> None:
         self._sums: dict[Role, list[float]] = {}
-        self._formats: dict[Role, str] = {}
+        self._formats: dict[Role, set[str]] = {}
         self._largest: dict[Role, tuple[float, str]] = {}
 
     def add(self, matrix: Matrix, slices: Sequence[PackedSlice]) -> None:
@@ -55,7 +56,7 @@ class ErrorSums:
         sums = self._sums.setdefault(matrix.role, [0.0, 0.0])
         sums[0] += squares
         sums[1] += squared_errors
-        self._formats[matrix.role] = matrix.format
+        self._formats.setdefault(matrix.role, set()).add(matrix.format)
         error = _relative(squared_errors, squares)
         if matrix.role not in self._largest or error > self._largest[matrix.role][0]:
             self._largest[matrix.role] = error, matrix.source.name
@@ -63,7 +64,9 @@ class ErrorSums:
     def report(self) -> tuple[RoleError, ...]:
         """Return one entry for each role that occurs."""
         return tuple(
-            RoleError(role.value, self._formats[role], _relative(sums[1], sums[0]), *self._largest[role])
+            RoleError(
+                role.value, "+".join(sorted(self._formats[role])), _relative(sums[1], sums[0]), *self._largest[role]
+            )
             for role, sums in self._sums.items()
         )
 

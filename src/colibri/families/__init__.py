@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from colibri.checkpoint import Checkpoint
 from colibri.errors import CheckpointError, UnsupportedModelError
 from colibri.families import mixtral, olmoe, qwen2_moe, qwen3_moe
-from colibri.families.plan import ExpertSetPlan, ExpertSources, ModelPlan, Role, Source, WeightPlan
+from colibri.families.plan import ExpertSetPlan, ExpertSources, ModelPlan, Role, Source, TensorSource, WeightPlan
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def plan_model(checkpoint: Checkpoint) -> ModelPlan:
 
 def find_family(checkpoint: Checkpoint) -> Family:
     """Return the family of a checkpoint; raises UnsupportedModelError that lists the supported ones."""
-    config, where = checkpoint.config, f"config.json of {checkpoint.path}"
+    config, where = checkpoint.config, checkpoint.config_source
     model_type, architectures = config.get("model_type"), config.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise CheckpointError(f"{where}: architectures = {architectures!r} should be a list of names.")
@@ -67,6 +67,7 @@ def find_family(checkpoint: Checkpoint) -> Family:
 
 
 __all__ = [
-    "FAMILIES", "ExpertSetPlan", "ExpertSources", "Family", "ModelPlan", "Role", "Source", "WeightPlan",
+    "FAMILIES", "ExpertSetPlan", "ExpertSources", "Family", "ModelPlan", "Role", "Source", "TensorSource",
+    "WeightPlan",
     "find_family", "plan_model",
 ]  # fmt: skip

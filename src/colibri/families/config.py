@@ -48,7 +48,7 @@ class ConfigReader:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._config: Mapping[str, Any] = checkpoint.config
-        self.where = f"config.json of {checkpoint.path}"
+        self.where = checkpoint.config_source
         self._read: set[str] = set()
 
     def has(self, key: str) -> bool:

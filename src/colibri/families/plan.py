@@ -43,6 +43,11 @@ class Source(Protocol):
     @property
     def cols(self) -> int: ...
 
+    @property
+    def stored_format(self) -> str | None:
+        """The weight format that holds the values exactly; None where there is none."""
+        ...
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return rows [start, stop) as float32 [stop - start, cols]; raises CheckpointError for a failed read."""
         ...
@@ -53,15 +58,29 @@ class TensorSource:
     """A whole tensor of the checkpoint; one of a single axis counts as one row."""
 
     checkpoint: Checkpoint
-    name: str
+    tensor: str
     rows: int
     cols: int
 
+    @property
+    def name(self) -> str:
+        """Name for error messages."""
+        return self.checkpoint.label(self.tensor)
+
+    @property
+    def stored_format(self) -> str | None:
+        """See Source."""
+        return self.checkpoint.stored_format(self.tensor)
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """See Source."""
-        if len(self.checkpoint.info(self.name).shape) == 1:
-            return self.checkpoint.read(self.name).reshape(1, self.cols)[start:stop]
-        return self.checkpoint.read(self.name, start, stop)
+        if len(self.checkpoint.info(self.tensor).shape) == 1:
+            return self.checkpoint.read(self.tensor).reshape(1, self.cols)[start:stop]
+        return self.checkpoint.read(self.tensor, start, stop)
+
+    def read_codes(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return codes and scales of rows [start, stop) as stored, where stored_format is a quantised format."""
+        return self.checkpoint.read_codes(self.tensor, start, stop)
 
 
 class LastExpert:
@@ -72,6 +91,10 @@ class LastExpert:
         self._lock = threading.Lock()
         self._key: tuple[str, int] | None = None
         self._values: np.ndarray | None = None
+
+    def stored_format(self, name: str) -> str | None:
+        """Return the format that holds the values of the tensor `name` exactly; None where there is none."""
+        return self._checkpoint.stored_format(name)
 
     def read(self, name: str, expert: int, start: int, stop: int) -> np.ndarray:
         """Return a copy of rows [start, stop) of one expert of the tensor `name`, float32."""
@@ -101,6 +124,11 @@ class FusedSource:
         """Name for error messages."""
         return f"{self.tensor}[{self.expert}]"
 
+    @property
+    def stored_format(self) -> str | None:
+        """See Source."""
+        return self.reader.stored_format(self.tensor)
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """See Source."""
         return self.reader.read(self.tensor, self.expert, self.first_row + start, self.first_row + stop)
@@ -120,6 +148,11 @@ class ArraySource:
     @property
     def cols(self) -> int:
         return self.values.shape[1]
+
+    @property
+    def stored_format(self) -> str:
+        """See Source."""
+        return "f32"
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """See Source."""

@@ -17,6 +17,8 @@ from colibri.families.config import ConfigReader
 
 _KEYS = {
     "default": set(),
+    # Only GGUF files have it: each frequency is divided by a number of its own.
+    "factors": {"factors"},
     "linear": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "yarn": {
@@ -85,6 +87,8 @@ def read_rope(config: ConfigReader, *, head_dim: int, default_theta: float = 100
     powers = _powers(parameters.number("rope_theta"), head_dim)
     if kind == "linear":
         return Rope(np.float32(1) / powers / np.float32(parameters.number("factor")), 1.0, positions)
+    if kind == "factors":
+        return Rope(np.float32(1) / powers / _factors(parameters, len(powers)), 1.0, positions)
     if kind == "llama3":
         return Rope(_llama3(parameters, np.float32(1) / powers, positions), 1.0, positions)
     if kind == "yarn":
@@ -95,6 +99,16 @@ def read_rope(config: ConfigReader, *, head_dim: int, default_theta: float = 100
 def _powers(theta: float, dim: int) -> np.ndarray:
     exponents = np.arange(0, dim, 2).astype(np.float32) / np.float32(dim)
     return np.power(np.float64(np.float32(theta)), exponents.astype(np.float64)).astype(np.float32)
+
+
+def _factors(parameters: _Parameters, count: int) -> np.ndarray:
+    values = parameters.values.get("factors")
+    if not isinstance(values, list) or len(values) != count:
+        raise CheckpointError(f"{parameters.where}: the RoPE parameters should have a list of {count} factors.")
+    factors = np.asarray(values, dtype=np.float32)
+    if not (np.isfinite(factors) & (factors > 0)).all():
+        raise CheckpointError(f"{parameters.where}: the factors of the RoPE parameters should be numbers above 0.")
+    return factors
 
 
 def _llama3(parameters: _Parameters, frequencies: np.ndarray, positions: int) -> np.ndarray:

@@ -24,6 +24,7 @@ class ModelTensors:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
+        self._config = checkpoint.config_name
         self._names = set(checkpoint.names())
         self._used: set[str] = set()
         self._missing: list[str] = []
@@ -84,9 +85,9 @@ class ModelTensors:
         Raises CheckpointError listing up to ten tensors that are missing, or that nothing used.
         """
         if self._missing:
+            missing = [self._checkpoint.label(name) for name in self._missing]
             raise CheckpointError(
-                f"{self._checkpoint.path} lacks {_counted(self._missing)} that config.json asks for: "
-                f"{_listed(self._missing)}."
+                f"{self._checkpoint.path} lacks {_counted(missing)} that {self._config} asks for: {_listed(missing)}."
             )
         extra, unused = [], []
         for name in sorted(self._names - self._used):
@@ -96,9 +97,10 @@ class ModelTensors:
             elif not _HARMLESS.search(name):
                 unused.append(name)
         if unused:
+            unused = [self._checkpoint.label(name) for name in unused]
             raise CheckpointError(
                 f"{self._checkpoint.path} has {_counted(unused)} that this family does not use: {_listed(unused)}; "
-                "remove them, or check that config.json belongs to these weights."
+                f"remove them, or check that {self._config} belongs to these weights."
             )
         if extra:
             return [f"Skipped {_counted(extra)} of layers from {layer_count} on, which the model does not run."]
@@ -112,8 +114,8 @@ class ModelTensors:
         info = self._checkpoint.info(name)
         if tuple(info.shape) != tuple(shape):
             raise CheckpointError(
-                f"{info.file}: tensor {name} has shape {list(info.shape)}, but config.json gives {list(shape)} "
-                f"({meaning})."
+                f"{info.file}: tensor {self._checkpoint.label(name)} has shape {list(info.shape)}, but {self._config} "
+                f"gives {list(shape)} ({meaning})."
             )
 
 

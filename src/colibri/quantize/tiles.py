@@ -8,7 +8,8 @@ the scale 0.
 
 `tiled16` (float formats): tiles of 16 rows; within one, for each k, the 16 values.
 
-`rows`: row after row, unpadded; a quantised row is blocks of 128 codes, each followed by its scales.
+`rows`: row after row, unpadded; a quantised row is blocks of 128 codes, each followed by its scales. Two 4-bit codes
+share a byte, the first in the low nibble.
 """
 
 from __future__ import annotations
@@ -128,14 +129,21 @@ def _pack_row_blocks(quantised: QuantisedRows) -> np.ndarray:
     codes, scales = _padded(quantised, 1)
     rows, padded_k = codes.shape
     blocks = padded_k // ACTIVATION_BLOCK
-    code_part = codes.view(np.uint8).reshape(rows, blocks, ACTIVATION_BLOCK)
+    code_part = codes.view(np.uint8)
+    if quantised.format.bits == 4:
+        code_part = code_part[:, 0::2] | (code_part[:, 1::2] << np.uint8(4))
+    code_part = code_part.reshape(rows, blocks, -1)
     return np.concatenate((code_part, scales.view(np.uint8).reshape(rows, blocks, -1)), axis=2).reshape(-1)
 
 
 def _unpack_row_blocks(data: np.ndarray, rows: int, k: int, format: WeightFormat) -> QuantisedRows:
     packed = data.reshape(rows, _ceil(k, ACTIVATION_BLOCK), _row_block_bytes(format))
-    codes = packed[:, :, :ACTIVATION_BLOCK].reshape(rows, -1).view(format.code_type)
-    scales = np.ascontiguousarray(packed[:, :, ACTIVATION_BLOCK:]).view("<f2").reshape(rows, -1)
+    code_bytes = ACTIVATION_BLOCK * format.bits // 8
+    codes = packed[:, :, :code_bytes].reshape(rows, -1)
+    if format.bits == 4:
+        codes = np.stack((codes & np.uint8(15), codes >> np.uint8(4)), axis=2).reshape(rows, -1)
+    codes = codes.view(format.code_type)
+    scales = np.ascontiguousarray(packed[:, :, code_bytes:]).view("<f2").reshape(rows, -1)
     return _trimmed(format, codes, scales, rows, k)
 
 
@@ -170,7 +178,7 @@ def _block_bytes(format: WeightFormat) -> int:
 
 
 def _row_block_bytes(format: WeightFormat) -> int:
-    return ACTIVATION_BLOCK + 2 * (ACTIVATION_BLOCK // format.group)
+    return ACTIVATION_BLOCK * format.bits // 8 + 2 * (ACTIVATION_BLOCK // format.group)
 
 
 def _bytes(values: np.ndarray, format: WeightFormat) -> np.ndarray:
@@ -179,7 +187,7 @@ def _bytes(values: np.ndarray, format: WeightFormat) -> np.ndarray:
 
 def _require_supported(format: WeightFormat, layout: WeightLayout) -> None:
     matmul = "tiled16" if format.is_float else "tiled16x4"
-    if layout.name != matmul and not (layout.name == "rows" and format.bits >= 8):
+    if layout.name not in (matmul, "rows"):
         raise UsageError(f"format {format.name} does not come in layout {layout.name}")
 
 

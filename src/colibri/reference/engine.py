@@ -77,10 +77,13 @@ class ReferenceSession:
         self._tokens = np.zeros(0, np.uint32)
         self._states = [AttentionState(state, state_format) for state in engine.model.program.states]
         self._cancelled = False
+        self._closed = False
 
     @property
     def position(self) -> int:
         """Number of tokens in the state."""
+        if self._closed:
+            raise UsageError("the session is closed; open another one")
         return len(self._tokens)
 
     def tokens(self) -> np.ndarray:
@@ -116,9 +119,10 @@ class ReferenceSession:
         return scores
 
     def truncate(self, position: int) -> None:
-        """Forget positions >= position; UsageError beyond the current position."""
+        """Forget positions >= position, and a cancel that no forward has met; UsageError beyond the position."""
         if not 0 <= position <= self.position:
             raise UsageError(f"truncate takes a position from 0 to {self.position}, not {position}")
+        self._cancelled = False
         self._tokens = self._tokens[:position]
         for state in self._states:
             state.truncate(position)
@@ -156,6 +160,7 @@ class ReferenceSession:
 
     def close(self) -> None:
         """Free the state; allowed twice."""
+        self._closed = True
         self._tokens = self._tokens[:0]
         self._states = []
 

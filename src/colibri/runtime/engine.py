@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
 from colibri.cbi.reader import CbiFile
-from colibri.errors import ColibriError, TokenizerError, UsageError
+from colibri.errors import ColibriError, TemplateError, TokenizerError, UsageError
 from colibri.runtime.backend import STATE_FORMATS, Backend, ForwardItem, Statistics
 from colibri.runtime.generation import Generation, GenerationDefaults
 from colibri.runtime.interruptible import run_interruptible
@@ -59,6 +62,8 @@ class Engine:
             self._tokenizer_json = file.tokenizer_json
             self._chat_template = file.chat_template
         self._state_format = STATE_FORMATS[kv] if kv else 0
+        self._sessions: WeakSet[Session] = WeakSet()
+        self._lock = threading.Lock()
         self.backend: Backend = _open_backend(self.path, threads, max_batch_tokens)
 
     def __enter__(self) -> Engine:
@@ -81,7 +86,10 @@ class Engine:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; TokenizerError when the file has none."""
         if self._tokenizer_json is None:
-            raise TokenizerError(f"{self.path} has no tokenizer: use token ids with Engine.session")
+            raise TokenizerError(
+                f"{self.path} has no tokenizer, so it can neither read nor write text; "
+                "convert it from a folder with tokenizer.json, or use Engine.session with token ids"
+            )
         return Tokenizer.from_parts(
             self._tokenizer_json, self._settings.get("tokenizer", {}), chat_template=self._chat_template
         )
@@ -102,7 +110,10 @@ class Engine:
 
         Raises UsageError beyond the model's limit, OutOfMemoryError.
         """
-        return Session(self, self.backend.open_session(self.context_of(context), self._state_format))
+        session = Session(self, self.backend.open_session(self.context_of(context), self._state_format))
+        with self._lock:
+            self._sessions.add(session)
+        return session
 
     def context_of(self, context: int | None) -> int:
         """Check a wanted context; None gives the default that `session` uses."""
@@ -118,20 +129,22 @@ class Engine:
         computed with unchanged bits.
         """
         checked: list[ForwardItem] = []
-        results: dict[int, np.ndarray | ColibriError] = {}
+        wrong: dict[int, UsageError] = {}
         for index, (session, tokens) in enumerate(items):
             try:
                 ids = token_array(tokens, self.vocabulary_size)
+                if session.engine is not self:
+                    raise UsageError("the session belongs to another engine; give it to the one that opened it")
             except UsageError as error:
-                results[index] = error
+                wrong[index] = error
                 continue
             checked.append(ForwardItem(session, ids, "last" if last_only else "all"))
-        ran = iter(self._run(checked)) if checked else iter(())
-        return [results[index] if index in results else next(ran) for index in range(len(items))]
+        ran = iter(self._run(checked))
+        return [wrong[index] if index in wrong else next(ran) for index in range(len(items))]
 
     def generate(
         self,
-        prompt: str | Sequence[int] | None = None,
+        prompt: str | Sequence[int] | np.ndarray | None = None,
         *,
         messages: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
@@ -146,25 +159,52 @@ class Engine:
         "length") and `.usage`. Sampling arguments are the fields of SamplingOptions; those not given
         come from the model file, else temperature 1. max_tokens=None goes on to the end of the context.
         A `session` keeps its state: tokens it shares with the new prompt are not computed again.
+
+        Raises UsageError, ContextLengthError for a prompt that does not fit, TokenizerError for a model
+        without a tokenizer, TemplateError for messages that the template refuses or that there is none for.
+
+        >>> generation = Engine().generate("In the beginning", max_tokens=8, temperature=0)
+        >>> pieces = list(generation)
+        >>> "".join(pieces) == generation.text, generation.finish_reason, generation.usage
+        (True, 'length', Usage(prompt_tokens=4, completion_tokens=8))
         """
-        if (prompt is None) == (messages is None):
-            raise UsageError("generate takes either a prompt or messages")
         options: SamplingOptions = self.generation_defaults.sampling(sampling)
-        if messages is not None:
-            tokens = self.tokenizer.apply_chat_template(list(messages))
+        if prompt is None and messages is not None:
+            tokens = self._chat_prompt(messages)
+        elif prompt is None or messages is not None:
+            raise UsageError("generate takes either a prompt or messages")
         elif isinstance(prompt, str):
             tokens = self.tokenizer.encode(prompt)
         else:
-            tokens = prompt
+            tokens = self._prompt_ids(prompt)
         max_tokens = _whole("max_tokens", max_tokens, 1, 2**31)
-        return Generation(self, tokens, options, max_tokens or None, tuple(stop), context, session)
+        return Generation(self, tokens, options, max_tokens or None, stop, context, session)
+
+    def _chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        if not self.tokenizer.has_chat_template:
+            raise TemplateError(f"{self.path} has no chat template; give it a plain prompt instead of messages")
+        return self.tokenizer.apply_chat_template(list(messages))
+
+    def _prompt_ids(self, prompt: Sequence[int] | np.ndarray) -> list[int]:
+        ids = token_array(prompt, self.vocabulary_size).tolist() if len(prompt) else []
+        missing = next((id for id in ids if self.tokenizer.token_text(id) is None), None)
+        if missing is not None:
+            raise UsageError(f"the prompt has token {missing}, for which the tokenizer has no text; leave it out")
+        return ids
 
     def statistics(self) -> Statistics:
         """What was computed since the engine was opened."""
         return self.backend.statistics()
 
     def close(self) -> None:
-        """Free the model; BusyError while sessions are open. Allowed twice."""
+        """Close the sessions and free the model; BusyError, with the model still open, while one of them is running.
+
+        Allowed twice.
+        """
+        with self._lock:
+            sessions = list(self._sessions)
+        for session in sessions:
+            session.close()
         self.backend.close()
 
     def run_one(self, item: ForwardItem) -> np.ndarray:
@@ -175,16 +215,27 @@ class Engine:
         return result
 
     def _run(self, items: list[ForwardItem]) -> list[np.ndarray | ColibriError]:
-        for item in items:
-            if item.session._engine is not self:
-                raise UsageError("a session was given to another engine than the one that opened it")
         inner = [ForwardItem(i.session.backend_session, i.tokens, i.logits, i.scores) for i in items]
+        starts: list[int | None] = []
+        for item in inner:
+            try:
+                starts.append(item.session.position)
+            except UsageError:  # closed; its place in the results says so
+                starts.append(None)
 
         def cancel() -> None:
-            for item in inner:
-                item.session.cancel()
+            for item, start in zip(inner, starts, strict=True):
+                if start is not None:
+                    item.session.cancel()
 
-        return run_interruptible(lambda: self.backend.forward_batch(inner), cancel)
+        def undo() -> None:
+            # A forward that ended before its cancel came has moved on, and the cancel waits for the next one.
+            for item, start in zip(inner, starts, strict=True):
+                if start is not None:
+                    with suppress(ColibriError):
+                        item.session.truncate(start)
+
+        return run_interruptible(lambda: self.backend.forward_batch(inner), cancel, undo)
 
 
 def _whole(name: str, value: int | None, low: int, high: int) -> int:
@@ -199,7 +250,11 @@ def _whole(name: str, value: int | None, low: int, high: int) -> int:
 def _open_backend(path: Path, threads: int, max_batch_tokens: int) -> Backend:
     vm = os.environ.get("COLIBRI_VM", "native") or "native"
     if vm == "native":
-        return NativeBackend(path, threads, os.environ.get("COLIBRI_CPU", ""), max_batch_tokens)
+        cpu = os.environ.get("COLIBRI_CPU", "")
+        try:
+            return NativeBackend(path, threads, cpu, max_batch_tokens)
+        except UsageError as error:
+            raise UsageError(f"COLIBRI_CPU={cpu}: {error}" if cpu else str(error)) from None
     if vm == "reference":
         from colibri.runtime.reference_backend import ReferenceBackend
 

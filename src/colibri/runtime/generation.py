@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from colibri.errors import ContextLengthError, UsageError
 from colibri.runtime.sampling import Sample, SamplingOptions
-from colibri.tokenizer import StopStrings, StreamingDetokenizer
+from colibri.tokenizer import StopStrings, StreamingDetokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from colibri.runtime.engine import Engine
@@ -59,7 +59,7 @@ def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 class Generation:
-    """An iterator over pieces of generated text; made by `Engine.generate`.
+    """An iterator over pieces of generated text, computed as they are taken; made by `Engine.generate`.
 
     After the last piece: `text`, `tokens` (ids, the end-of-text token left out), `samples`
     (with log-probabilities), `finish_reason` and `usage`. A session of its own is closed at the end, on
@@ -72,12 +72,17 @@ class Generation:
         prompt: Sequence[int],
         options: SamplingOptions,
         max_tokens: int | None,
-        stop: tuple[str, ...],
+        stop: Sequence[str],
         context: int | None,
         session: Session | None = None,
     ):
         if not len(prompt):
             raise UsageError("the prompt is empty: give at least one token of text")
+        if session is not None and session.engine is not engine:
+            raise UsageError("the session belongs to another engine; generate with the one that opened it")
+        if session is not None and context is not None:
+            raise UsageError("generate takes either a session or a context, as a session has its own")
+        tokenizer = engine.tokenizer  # raises when there is none
         self.finish_reason: Literal["stop", "length"] | None = None
         self.text = ""
         self.tokens: list[int] = []
@@ -91,7 +96,7 @@ class Generation:
                 f"the prompt has {len(self._prompt)} tokens and the context holds {context}, "
                 "one of which the reply needs: shorten the prompt or raise the context"
             )
-        self._pieces = self._run(engine, context, session, options, max_tokens, stops)
+        self._pieces = self._run(engine, tokenizer, context, session, options, max_tokens, stops)
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -110,20 +115,21 @@ class Generation:
     def _run(
         self,
         engine: Engine,
+        tokenizer: Tokenizer,
         context: int,
         given: Session | None,
         options: SamplingOptions,
         max_tokens: int | None,
         stops: StopStrings,
-    ) -> Iterator[str]:
-        tokenizer = engine.tokenizer
+    ) -> Generator[str, None, None]:
         detokenizer = StreamingDetokenizer(tokenizer)
         ends = tokenizer.stop_token_ids
         history = list(self._prompt)
         with nullcontext(given) if given is not None else engine.session(context) as session:
             # The state of the tokens shared with what the session already holds is kept.
             shared = _common_prefix(session.tokens, self._prompt[:-1])
-            session.truncate(shared)
+            if shared < session.position:
+                session.truncate(shared)
             pending = self._prompt[shared:]
             while self.finish_reason is None:
                 logits = session.forward(pending, last_only=True)[0]

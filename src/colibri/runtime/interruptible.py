@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -21,7 +23,7 @@ class _Worker:
         while True:
             self._jobs.get()()
 
-    def run(self, call: Callable[[], T], cancel: Callable[[], None]) -> T:
+    def run(self, call: Callable[[], T], cancel: Callable[[], None], undo: Callable[[], None]) -> T:
         done = threading.Event()
         outcome: list[Any] = [None, None]
 
@@ -32,13 +34,17 @@ class _Worker:
                 outcome[1] = error
             done.set()
 
-        self._jobs.put(job)
         try:
+            # Inside the try: a signal is handled after `put` at the earliest, so the job always runs.
+            self._jobs.put(job)
             done.wait()
         except BaseException:
-            # The native call still uses the caller's arrays: it must end before they go.
             cancel()
-            done.wait()
+            # The caller's sessions are in use until the call ends, whatever more signals come.
+            while not done.is_set():
+                with suppress(KeyboardInterrupt):
+                    done.wait()
+            undo()
             raise
         if outcome[1] is not None:
             raise outcome[1]
@@ -49,8 +55,8 @@ _worker: _Worker | None = None
 _worker_process: int | None = None
 
 
-def run_interruptible(call: Callable[[], T], cancel: Callable[[], None]) -> T:
-    """Run `call`; on Ctrl-C in the main thread call `cancel`, wait for the end, raise KeyboardInterrupt.
+def run_interruptible(call: Callable[[], T], cancel: Callable[[], None], undo: Callable[[], None]) -> T:
+    """Run `call`; on Ctrl-C in the main thread call `cancel`, wait for the end, `undo`, raise KeyboardInterrupt.
 
     Python delivers signals to the main thread only between bytecodes, so a native call there
     would block them; other threads run the call directly.
@@ -58,8 +64,40 @@ def run_interruptible(call: Callable[[], T], cancel: Callable[[], None]) -> T:
     global _worker, _worker_process
     if threading.current_thread() is not threading.main_thread():
         return call()
-    import os
-
     if _worker is None or _worker_process != os.getpid():
         _worker, _worker_process = _Worker(), os.getpid()
-    return _worker.run(call, cancel)
+    return _worker.run(call, cancel, undo)
+
+
+def run_abandonable(call: Callable[[], T], discard: Callable[[T], None]) -> T:
+    """Run a `call` that cannot be cancelled; on Ctrl-C leave it behind, and `discard` its result when it ends."""
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    done, settled = threading.Event(), threading.Lock()
+    outcome: list[Any] = [None, None]
+    abandoned = False
+
+    def job() -> None:
+        try:
+            outcome[0] = call()
+        except BaseException as error:  # handed to the main thread below
+            outcome[1] = error
+        with settled:
+            done.set()
+            left_behind = abandoned and outcome[1] is None
+        if left_behind:
+            discard(outcome[0])
+
+    try:
+        threading.Thread(target=job, name="colibri-open", daemon=True).start()
+        done.wait()
+    except BaseException:
+        with settled:
+            abandoned = True
+            finished = done.is_set() and outcome[1] is None
+        if finished:
+            discard(outcome[0])
+        raise
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]

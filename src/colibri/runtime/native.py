@@ -23,14 +23,16 @@ MESSAGE_SIZE = 512
 TOP_LOGPROBS = 20
 OK = 0
 UNSUPPORTED = 4
+OUT_OF_MEMORY = 5
+BUSY = 6
 
 _ERRORS: dict[int, type[ColibriError]] = {
     1: UsageError,
     2: ModelFileError,
     3: ModelFileError,
     UNSUPPORTED: UnsupportedModelError,
-    5: OutOfMemoryError,
-    6: BusyError,
+    OUT_OF_MEMORY: OutOfMemoryError,
+    BUSY: BusyError,
     7: CancelledError,
     8: NonFiniteError,
     9: ContextLengthError,
@@ -180,15 +182,18 @@ def _load() -> c.CDLL:
     path = Path(__file__).resolve().parent.parent / "libcolibri.so"
     try:
         library = c.CDLL(str(path))
-    except OSError as error:
+        found = library.colibri_abi_version()
+        for name, (result, arguments) in _PROTOTYPES.items():
+            function = getattr(library, name)
+            function.restype = result
+            function.argtypes = arguments
+    except (OSError, AttributeError) as error:
         raise ColibriError(f"cannot load the core {path}: {error}; install the package again: pip install .") from None
-    for name, (result, arguments) in _PROTOTYPES.items():
-        function = getattr(library, name)
-        function.restype = result
-        function.argtypes = arguments
-    found = library.colibri_abi_version()
     if found != ABI_VERSION:
-        raise ColibriError(f"the core {path} has interface version {found}, this package needs {ABI_VERSION}")
+        raise ColibriError(
+            f"the core {path} has interface version {found} and this package needs {ABI_VERSION}; "
+            "install the package again: pip install ."
+        )
     return library
 
 

@@ -3,56 +3,70 @@
 from __future__ import annotations
 
 import ctypes as c
+import math
 import os
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 
-from colibri.errors import BusyError, ColibriError, UsageError
+from colibri.errors import BusyError, ColibriError, OutOfMemoryError, UsageError
 from colibri.program.ops import BY_NUMBER
 from colibri.quantize.formats import FORMATS
 from colibri.runtime import native
 from colibri.runtime.backend import ExpertSetStatistics, ForwardItem, Statistics
+from colibri.runtime.interruptible import run_abandonable
 from colibri.runtime.native import library
 
 _LOGITS_MODES = {"none": 0, "last": 1, "all": 2}
 
 
 class _Runtime:
-    """Threads shared by all engines of a process that ask for the same count and CPU."""
+    """Threads shared by all engines of a process that ask for the same count and CPU; freed with the last of them."""
 
-    _open: dict[tuple[int, int, str], _Runtime] = {}  # noqa: RUF012 - the process-wide table itself
+    _open: ClassVar[weakref.WeakValueDictionary[tuple[int, int, str], _Runtime]] = weakref.WeakValueDictionary()
     _lock = threading.Lock()
 
     def __init__(self, threads: int, cpu: str):
         self.handle = c.c_void_p()
-        self.users = 0
         options = native.RuntimeOptions(threads, cpu.encode() or None, None)
         message = native.message_buffer()
         status = library.colibri_init(c.byref(options), c.byref(self.handle), message, len(message))
         native.check(status, message, UsageError)
+        _at_collection(self, library.colibri_free, self.handle)
 
     @classmethod
-    def acquire(cls, threads: int, cpu: str) -> _Runtime:
+    def shared(cls, threads: int, cpu: str) -> _Runtime:
         # The process id is part of the key: a forked child must not use its parent's threads.
         key = (os.getpid(), threads, cpu)
         with cls._lock:
-            if key not in cls._open:
-                cls._open[key] = cls(threads, cpu)
-            runtime = cls._open[key]
-            runtime.users += 1
+            runtime = cls._open.get(key)
+            if runtime is None:
+                runtime = cls._open[key] = cls(threads, cpu)
             return runtime
 
-    def release(self) -> None:
-        with self._lock:
-            self.users -= 1
-            if self.users == 0:
-                for key, runtime in list(self._open.items()):
-                    if runtime is self:
-                        del self._open[key]
-                library.colibri_free(self.handle)
+
+# A lock that another thread held at the fork would stay locked in the child.
+os.register_at_fork(after_in_child=lambda: setattr(_Runtime, "_lock", threading.Lock()))
+
+
+def _at_collection(owner: object, close: Callable[[c.c_void_p], int], handle: c.c_void_p, *needed: object) -> Any:
+    """Close the handle of an owner that is collected unclosed. `needed` is kept alive until then, so that handles
+    go in order even in a cycle; at exit the system frees everything.
+    """
+
+    def collected(*_: object) -> None:
+        close(handle)
+        # Generators of the same cycle run their last lines after this, and may still use the owner.
+        handle.value = None
+
+    finalizer = weakref.finalize(owner, collected, *needed)
+    finalizer.atexit = False
+    return finalizer
 
 
 class NativeSession:
@@ -60,75 +74,96 @@ class NativeSession:
 
     def __init__(self, backend: NativeBackend, context: int, state_format: int):
         self._handle = c.c_void_p()
+        # Held only for calls that return soon; a forward borrows the handle instead. Reentrant, as a signal
+        # handler may cancel.
+        self._lock = threading.RLock()
+        self._borrowers = 0
         options = native.SessionOptions(context, state_format)
         message = native.message_buffer()
         status = library.colibri_session_open(
             backend.handle, c.byref(options), c.byref(self._handle), message, len(message)
         )
         native.check(status, message)
+        self._finalizer = _at_collection(self, library.colibri_session_close, self._handle, backend)
 
-    @property
-    def handle(self) -> c.c_void_p:
-        if not self._handle:
-            raise UsageError("the session is closed")
-        return self._handle
+    @contextmanager
+    def _open_handle(self) -> Iterator[c.c_void_p]:
+        with self._lock:
+            if not self._handle:
+                raise UsageError("the session is closed; open another one")
+            yield self._handle
+
+    def borrow(self) -> int | None:
+        """The handle, which stays valid until `give_back`."""
+        with self._open_handle() as handle:
+            self._borrowers += 1
+            return handle.value
+
+    def give_back(self) -> None:
+        with self._lock:
+            self._borrowers -= 1
 
     @property
     def position(self) -> int:
-        return library.colibri_position(self.handle)
+        with self._open_handle() as handle:
+            return library.colibri_position(handle)
 
     @property
     def context(self) -> int:
-        return library.colibri_context(self.handle)
+        with self._open_handle() as handle:
+            return library.colibri_context(handle)
 
     def tokens(self) -> np.ndarray:
         """Token ids uint32 [position]."""
-        count = self.position
-        return np.ctypeslib.as_array(library.colibri_tokens(self.handle), (count,)).copy()
+        with self._open_handle() as handle:
+            count = library.colibri_position(handle)
+            return np.ctypeslib.as_array(library.colibri_tokens(handle), (count,)).copy()
 
     def truncate(self, position: int) -> None:
         message = native.message_buffer()
-        native.check(library.colibri_truncate(self.handle, position, message, len(message)), message)
+        with self._open_handle() as handle:
+            native.check(library.colibri_truncate(handle, position, message, len(message)), message)
 
     def save(self) -> bytes:
         message = native.message_buffer()
-        buffer = np.empty(library.colibri_state_size(self.handle), np.uint8)
-        status = library.colibri_state_save(self.handle, buffer.ctypes.data, buffer.size, message, len(message))
+        with self._open_handle() as handle:
+            buffer = _array((library.colibri_state_size(handle),), np.uint8)
+            status = library.colibri_state_save(handle, buffer.ctypes.data, buffer.size, message, len(message))
         native.check(status, message)
         return buffer.tobytes()
 
     def restore(self, blob: bytes) -> None:
         message = native.message_buffer()
         buffer = np.frombuffer(blob, np.uint8)
-        status = library.colibri_state_restore(self.handle, buffer.ctypes.data, buffer.size, message, len(message))
+        with self._open_handle() as handle:
+            status = library.colibri_state_restore(handle, buffer.ctypes.data, buffer.size, message, len(message))
         native.check(status, message)
 
     def cancel(self) -> None:
-        library.colibri_cancel(self.handle)
+        with self._open_handle() as handle:
+            library.colibri_cancel(handle)
 
     def close(self) -> None:
-        if self._handle:
-            if library.colibri_session_close(self._handle) != native.OK:
+        with self._lock:
+            if not self._handle:
+                return
+            handle, self._handle = self._handle, c.c_void_p()
+            if self._borrowers or library.colibri_session_close(handle) == native.BUSY:
+                self._handle = handle
                 raise BusyError("the session is running; cancel it and wait before closing it")
-            self._handle = c.c_void_p()
+            self._finalizer.detach()
 
 
 class NativeBackend:
     """A model in the C core."""
 
     def __init__(self, path: Path, threads: int, cpu: str, max_batch_tokens: int):
-        self._runtime = _Runtime.acquire(threads, cpu)
-        self._handle = c.c_void_p()
-        options = native.EngineOptions(max_batch_tokens)
-        message = native.message_buffer()
-        try:
-            status = library.colibri_engine_open(
-                self._runtime.handle, os.fsencode(path), c.byref(options), c.byref(self._handle), message, len(message)
-            )
-            native.check(status, message)
-        except BaseException:
-            self._runtime.release()
-            raise
+        self._runtime = runtime = _Runtime.shared(threads, cpu)
+        self._lock = threading.Lock()
+        self._handle = run_abandonable(
+            lambda: _open_engine(runtime, path, max_batch_tokens), library.colibri_engine_close
+        )
+        self._finalizer = _at_collection(self, library.colibri_engine_close, self._handle, runtime)
         self._info = native.EngineInfo()
         library.colibri_engine_get_info(self._handle, c.byref(self._info))
         self.vocabulary_size: int = self._info.vocabulary_size
@@ -137,41 +172,70 @@ class NativeBackend:
     @property
     def handle(self) -> c.c_void_p:
         if not self._handle:
-            raise UsageError("the engine is closed")
+            raise UsageError("the engine is closed; open another one")
         return self._handle
 
     def open_session(self, context: int, state_format: int) -> NativeSession:
-        return NativeSession(self, context, state_format)
+        with self._lock:
+            return NativeSession(self, context, state_format)
 
     def forward_batch(self, items: Sequence[ForwardItem]) -> list[np.ndarray | ColibriError]:
         """Run all items in one native call (the GIL is released)."""
+        handle = self.handle
+        results: list[np.ndarray | ColibriError] = []
+        borrowed: list[NativeSession] = []
         native_items = (native.Item * len(items))()
         keep: list[np.ndarray] = []  # the arrays must outlive the call
-        results: list[np.ndarray | ColibriError] = []
-        for entry, item in zip(native_items, items, strict=True):
-            tokens = np.ascontiguousarray(item.tokens, np.uint32)
-            keep.append(tokens)
-            entry.session = item.session.handle.value
-            entry.tokens = tokens.ctypes.data
-            entry.token_count = len(tokens)
-            if item.scores:
-                result = np.empty(len(tokens), np.float32)
-                entry.scores = result.ctypes.data
-            else:
-                rows = {"none": 0, "last": 1, "all": len(tokens)}[item.logits]
-                result = np.empty((rows, self.vocabulary_size), np.float32)
-                entry.logits_mode = _LOGITS_MODES[item.logits]
-                entry.logits = result.ctypes.data if rows else None
-            results.append(result)
-        message = native.message_buffer()
-        status = library.colibri_forward_batch(self.handle, native_items, len(items), message, len(message))
-        native.check(status, message)
-        for index, entry in enumerate(native_items):
+        ready: list[int] = []  # which item each native one is
+        try:
+            for index, item in enumerate(items):
+                entry = native_items[len(ready)]
+                try:
+                    result = self._fill(entry, item, keep)
+                    entry.session = item.session.borrow()
+                except ColibriError as error:
+                    results.append(error)
+                    continue
+                borrowed.append(item.session)
+                ready.append(index)
+                results.append(result)
+            message = native.message_buffer()
+            # Without an item no session keeps the engine open, so it may be closed at any time.
+            if ready:
+                status = library.colibri_forward_batch(handle, native_items, len(ready), message, len(message))
+                native.check(status, message)
+        finally:
+            for session in borrowed:
+                session.give_back()
+        for index, entry in zip(ready, native_items, strict=False):
             if entry.status != native.OK:
                 results[index] = native.error_of(entry.status, entry.message)
         return results
 
+    def _fill(self, entry: native.Item, item: ForwardItem, keep: list[np.ndarray]) -> np.ndarray:
+        """Describe an item to the core; returns the array that its results go to."""
+        tokens = np.ascontiguousarray(item.tokens, np.uint32)
+        keep.append(tokens)
+        entry.tokens = tokens.ctypes.data
+        entry.token_count = len(tokens)
+        entry.logits = entry.scores = None
+        if item.scores:
+            entry.logits_mode = _LOGITS_MODES["none"]
+            result = _array((len(tokens),), np.float32)
+            entry.scores = result.ctypes.data
+        else:
+            entry.logits_mode = _LOGITS_MODES[item.logits]
+            rows = {"none": 0, "last": 1, "all": len(tokens)}[item.logits]
+            result = _array((rows, self.vocabulary_size), np.float32)
+            entry.logits = result.ctypes.data if rows else None
+        keep.append(result)
+        return result
+
     def statistics(self) -> Statistics:
+        with self._lock:
+            return self._statistics()
+
+    def _statistics(self) -> Statistics:
         stats = native.Stats()
         library.colibri_get_stats(self.handle, c.byref(stats))
         sets = []
@@ -207,14 +271,42 @@ class NativeBackend:
         )
 
     def close(self) -> None:
-        if self._handle:
-            if library.colibri_engine_close(self._handle) != native.OK:
+        with self._lock:
+            if not self._handle:
+                return
+            if library.colibri_engine_close(self._handle) == native.BUSY:
                 raise BusyError("the engine has open sessions; close them first")
+            self._finalizer.detach()
             self._handle = c.c_void_p()
-            self._runtime.release()
+            del self._runtime
+
+
+def _open_engine(runtime: _Runtime, path: Path, max_batch_tokens: int) -> c.c_void_p:
+    handle = c.c_void_p()
+    options = native.EngineOptions(max_batch_tokens)
+    message = native.message_buffer()
+    status = library.colibri_engine_open(
+        runtime.handle, os.fsencode(path), c.byref(options), c.byref(handle), message, len(message)
+    )
+    native.check(status, message)
+    return handle
+
+
+def _array(shape: tuple[int, ...], kind: type[np.generic]) -> np.ndarray:
+    try:
+        return np.empty(shape, kind)
+    except MemoryError:
+        size = math.prod(shape) * np.dtype(kind).itemsize
+        raise OutOfMemoryError(
+            f"not enough memory for {size} bytes of results; run fewer tokens at once, or last_only=True"
+        ) from None
 
 
 def validate_file(path: Path) -> None:
     """Let the core check a file as it does when it opens it, in bounded memory; ModelFileError otherwise."""
     message = native.message_buffer()
-    native.check(library.colibri_validate(os.fsencode(path), message, len(message)), message)
+
+    def validate() -> int:
+        return library.colibri_validate(os.fsencode(path), message, len(message))
+
+    native.check(run_abandonable(validate, lambda _: None), message)

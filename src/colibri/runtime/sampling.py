@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as c
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -64,14 +65,14 @@ class Sample:
 
 
 class Sampler:
-    """Draws tokens for a vocabulary; keeps the working memory of the core's sampler.
+    """Draws tokens for a vocabulary; any number of threads may use one.
 
-    `allowed` marks the ids that have a token (head rows beyond the tokenizer never win).
+    `allowed` holds, for each id, whether it has a token (head rows beyond the tokenizer never win).
     """
 
-    def __init__(self, vocabulary_size: int, allowed: Sequence[bool] | None = None):
+    def __init__(self, vocabulary_size: int, allowed: Sequence[int] | None = None):
         self._vocabulary_size = vocabulary_size
-        self._scratch = np.zeros(native.library.colibri_sample_scratch_size(vocabulary_size), np.uint8)
+        self._memory = threading.local()
         self._allowed = None
         if allowed is not None:
             mask = np.array(list(allowed), bool)
@@ -98,7 +99,7 @@ class Sampler:
             len(tokens),
             prompt_count,
             position,
-            self._scratch.ctypes.data,
+            self._scratch().ctypes.data,
             c.byref(result),
             message,
             len(message),
@@ -106,3 +107,10 @@ class Sampler:
         native.check(status, message)
         top = zip(result.top_tokens[: options.top_logprobs], result.top_logprobs, strict=False)
         return Sample(result.token, result.logprob, tuple(top))
+
+    def _scratch(self) -> np.ndarray:
+        """Working memory of the core's sampler, kept for each thread."""
+        if not hasattr(self._memory, "scratch"):
+            size = native.library.colibri_sample_scratch_size(self._vocabulary_size)
+            self._memory.scratch = np.zeros(size, np.uint8)
+        return self._memory.scratch

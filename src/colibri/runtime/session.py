@@ -31,11 +31,18 @@ class Session:
     """One timeline: the tokens so far and the attention state they left.
 
     Made by `Engine.session`. One caller at a time (BusyError otherwise); use as a context
-    manager or call `close`.
+    manager or call `close`. Every use after that is a UsageError.
+
+    >>> import colibri
+    >>> with colibri.Engine() as engine, engine.session(context=64) as session:
+    ...     logits = session.forward([1, 2, 3])
+    ...     session.truncate(2)
+    ...     logits.shape, session.position, session.tokens
+    ((3, 4096), 2, [1, 2])
     """
 
     def __init__(self, engine: Engine, backend_session: BackendSession):
-        self._engine = engine
+        self.engine = engine
         self.backend_session = backend_session
 
     def __enter__(self) -> Session:
@@ -66,7 +73,7 @@ class Session:
         Raises ContextLengthError, NonFiniteError, CancelledError, BusyError; the position is then unchanged.
         """
         item = ForwardItem(self, self._check(tokens), "last" if last_only else "all")
-        return self._engine.run_one(item)
+        return self.engine.run_one(item)
 
     def score(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Append tokens [n] and return float32 [n]: log p(token | all before it), natural log.
@@ -77,23 +84,26 @@ class Session:
         ids = self._check(tokens)
         start = self.position
         if start == 0:
-            scores = self._engine.run_one(ForwardItem(self, ids, "none", scores=True))
+            scores = self.engine.run_one(ForwardItem(self, ids, "none", scores=True))
             return np.concatenate([[np.float32(np.nan)], scores[:-1]])
         if start + len(ids) > self.context:
-            self._engine.run_one(ForwardItem(self, ids, "none"))  # raises ContextLengthError with the figures
+            self.engine.run_one(ForwardItem(self, ids, "none"))  # raises ContextLengthError with the figures
         # The first score needs the logits of the last position: that token is computed once more
         # (the same bits), with the new ones behind it.
         last = self.backend_session.tokens()[-1:]
         saved = start - 1
         self.backend_session.truncate(saved)
         try:
-            return self._engine.run_one(ForwardItem(self, np.concatenate([last, ids]), "none", scores=True))[:-1]
+            return self.engine.run_one(ForwardItem(self, np.concatenate([last, ids]), "none", scores=True))[:-1]
         except BaseException:
-            self._engine.run_one(ForwardItem(self, last, "none"))
+            self.engine.run_one(ForwardItem(self, last, "none"))
             raise
 
     def truncate(self, position: int) -> None:
-        """Forget every position from `position` on; UsageError beyond the current position."""
+        """Forget every position from `position` on, and a cancel that no forward has met.
+
+        Raises UsageError beyond the current position, BusyError.
+        """
         if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position <= self.position:
             raise UsageError(f"truncate takes a position from 0 to {self.position}, not {position!r}")
         self.backend_session.truncate(position)
@@ -102,12 +112,14 @@ class Session:
         """The state as bytes, for `restore` in a session of the same model and state format."""
         return self.backend_session.save()
 
-    def restore(self, blob: bytes) -> None:
+    def restore(self, blob: bytes | bytearray | memoryview) -> None:
         """Replace the state by a saved one; StateError if it does not fit, and nothing changes."""
-        self.backend_session.restore(blob)
+        if not isinstance(blob, bytes | bytearray | memoryview):
+            raise UsageError(f"restore takes the bytes that save gave, not {type(blob).__name__}")
+        self.backend_session.restore(bytes(blob))
 
     def cancel(self) -> None:
-        """End the running (or next) forward with CancelledError; callable from any thread."""
+        """End the running forward, else the next one, with CancelledError; callable from any thread."""
         self.backend_session.cancel()
 
     def close(self) -> None:
@@ -115,4 +127,4 @@ class Session:
         self.backend_session.close()
 
     def _check(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        return token_array(tokens, self._engine.vocabulary_size)
+        return token_array(tokens, self.engine.vocabulary_size)
