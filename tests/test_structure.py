@@ -70,8 +70,6 @@ def test_files_stay_small():
     long = [str(p.relative_to(ROOT)) for p in PACKAGE.rglob("*.py") if len(p.read_text().splitlines()) > 500]
     long += [str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.[ch]") if len(p.read_text().splitlines()) > 800]
     long += [
-        str(p.relative_to(ROOT))
-        for p in (PACKAGE / "families").glob("*.py")
-        if len(p.read_text().splitlines()) > 250
+        str(p.relative_to(ROOT)) for p in (PACKAGE / "families").glob("*.py") if len(p.read_text().splitlines()) > 250
     ]
     assert not long

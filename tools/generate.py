@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Generate what follows from spec/ops.toml and spec/formats.toml.
 
-    generate.py            write csrc/vm/ops_generated.h, csrc/file/op_rules_generated.h,
-                           csrc/file/formats_generated.h, src/colibri/program/ops.py, docs/ops.md
-    generate.py --check    exit 1 and name the files that are out of date
+generate.py            write csrc/vm/ops_generated.h, csrc/file/op_rules_generated.h,
+                       csrc/file/formats_generated.h, src/colibri/program/ops.py, docs/ops.md
+generate.py --check    exit 1 and name the files that are out of date
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def c_ops_header(ops: dict[str, Any]) -> str:
     out += ["typedef struct cb_operand_info {", "    const char *name;", "    uint8_t kind; /* cb_operand_kind */"]
     out += ["    uint8_t optional;"]
     out += ["    uint8_t value_kind; /* CB_VALUE_*; 0 for a tokens-or-outputs operand */", "} cb_operand_info;", ""]
-    out += ["typedef struct cb_op_info {", "    const char *name; /* NULL: no such op */", "    uint32_t operand_count;"]
+    out += ["typedef struct cb_op_info {", "    const char *name; /* NULL: no such op */"]
+    out += ["    uint32_t operand_count;"]
     out += ["    cb_operand_info operands[CB_MAX_OPERANDS];", "} cb_op_info;", ""]
     out.append("static const cb_op_info cb_op_table[CB_OP_LIMIT] = {")
     for op in ops["op"]:
@@ -141,7 +142,14 @@ def c_rules_header(ops: dict[str, Any]) -> str:
 
 
 def c_formats_header(formats: dict[str, Any]) -> str:
-    out = [f"/* {NOTICE} */", "#ifndef CB_FORMATS_GENERATED_H", "#define CB_FORMATS_GENERATED_H", "", "#include <stdint.h>", ""]
+    out = [
+        f"/* {NOTICE} */",
+        "#ifndef CB_FORMATS_GENERATED_H",
+        "#define CB_FORMATS_GENERATED_H",
+        "",
+        "#include <stdint.h>",
+        "",
+    ]
     out.append(f"#define CB_ACTIVATION_BLOCK {formats['activation_block']}")
     out.append("")
     for f in formats["format"]:
@@ -154,15 +162,21 @@ def c_formats_header(formats: dict[str, Any]) -> str:
     out += ["} cb_format_info;", ""]
     out.append("static const cb_format_info cb_format_table[CB_FORMAT_LIMIT] = {")
     for f in formats["format"]:
-        out.append(
-            f'    [{macro("format", f["name"])}] = {{"{f["name"]}", {f["bits"]}, {f.get("group", 0)}}},'
-        )
+        out.append(f'    [{macro("format", f["name"])}] = {{"{f["name"]}", {f["bits"]}, {f.get("group", 0)}}},')
     out += ["};", "", "#endif", ""]
     return "\n".join(out)
 
 
 def python_module(ops: dict[str, Any]) -> str:
-    out = [f'"""The op table. {NOTICE}"""', "", "# fmt: off", "# ruff: noqa: E501", "", "from __future__ import annotations", ""]
+    out = [
+        f'"""The op table. {NOTICE}"""',
+        "",
+        "# fmt: off",
+        "# ruff: noqa: E501",
+        "",
+        "from __future__ import annotations",
+        "",
+    ]
     out += ["from collections.abc import Callable", "from dataclasses import dataclass", "from enum import IntEnum"]
     out += ["from typing import Any", "", f"VERSION = {ops['version']}", "ABSENT = 0xFFFFFFFF", "", ""]
     groups = {"ValueKind": ops["value_kinds"], "StateKind": ops["state_kinds"]}
@@ -174,7 +188,12 @@ def python_module(ops: dict[str, Any]) -> str:
         out += ["", ""]
     out += ["@dataclass(frozen=True)", "class Operand:", "    name: str"]
     out += ["    kind: str  # out, in, weight, experts, state, u32, f32 or the name of an enum"]
-    out += ["    rows: str = \"\"  # tokens, outputs, any or routing, for out and in", "    optional: bool = False", "", ""]
+    out += [
+        '    rows: str = ""  # tokens, outputs, any or routing, for out and in',
+        "    optional: bool = False",
+        "",
+        "",
+    ]
     out += ["@dataclass(frozen=True)", "class OpInfo:", "    name: str", "    opcode: Opcode", "    summary: str"]
     out += ["    operands: tuple[Operand, ...]", "    distinct: tuple[tuple[str, str], ...]"]
     out += ["    rules: tuple[tuple[str, Callable[[Any, Any], bool]], ...]  # text, test(functions, operands)", "", ""]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draw docs/images/terminal.svg: real commands and their real output, as a terminal shows them.
 
-    terminal_picture.py [--output docs/images/terminal.svg]
+terminal_picture.py [--output docs/images/terminal.svg]
 """
 
 from __future__ import annotations

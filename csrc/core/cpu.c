@@ -10,18 +10,14 @@
 
 static const char *const names[CB_ISA_COUNT] = {"scalar", "avx2", "avx512"};
 
-const char *cb_isa_name(cb_isa isa) {
-    return names[isa];
-}
+const char *cb_isa_name(cb_isa isa) { return names[isa]; }
 
 #if defined(__x86_64__)
 
 #define XCR0_YMM 0x06u /* xmm and the upper halves of ymm */
 #define XCR0_ZMM 0xe6u /* these, opmask, and both parts of zmm */
 
-static bool has(uint32_t value, uint32_t mask) {
-    return (value & mask) == mask;
-}
+static bool has(uint32_t value, uint32_t mask) { return (value & mask) == mask; }
 
 /* The instructions are useless, or fault, unless the kernel also saves the registers they use. */
 bool cb_isa_supported(cb_isa isa) {
@@ -42,9 +38,7 @@ bool cb_isa_supported(cb_isa isa) {
 
 #else
 
-bool cb_isa_supported(cb_isa isa) {
-    return isa == CB_ISA_SCALAR;
-}
+bool cb_isa_supported(cb_isa isa) { return isa == CB_ISA_SCALAR; }
 
 #endif
 

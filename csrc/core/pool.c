@@ -97,9 +97,7 @@ static bool something_to_do(cb_pool *pool) {
            atomic_load_explicit(&pool->stop, memory_order_relaxed);
 }
 
-static bool all_finished(cb_pool *pool) {
-    return atomic_load_explicit(&pool->unfinished, memory_order_acquire) == 0;
-}
+static bool all_finished(cb_pool *pool) { return atomic_load_explicit(&pool->unfinished, memory_order_acquire) == 0; }
 
 /* True as soon as `ready` holds, false after SPIN_NANOSECONDS. */
 static bool spin_until(cb_pool *pool, bool (*ready)(cb_pool *)) {
@@ -198,9 +196,7 @@ void cb_pool_close(cb_pool *pool) {
     cb_free(pool);
 }
 
-uint32_t cb_pool_threads(const cb_pool *pool) {
-    return pool->threads;
-}
+uint32_t cb_pool_threads(const cb_pool *pool) { return pool->threads; }
 
 void cb_pool_run(cb_pool *pool, uint32_t count, cb_task task, void *context) {
     if (count <= 1 || pool->threads == 1) {

@@ -247,13 +247,9 @@ static uint32_t tree_quota(const char *root, bool version_2) {
 }
 
 /* "/" and NULL become "", so that paths can be appended. */
-static const char *clean_root(const char *root) {
-    return root == NULL || strcmp(root, "/") == 0 ? "" : root;
-}
+static const char *clean_root(const char *root) { return root == NULL || strcmp(root, "/") == 0 ? "" : root; }
 
-static uint32_t least_of(uint32_t a, uint32_t b) {
-    return a < b ? a : b;
-}
+static uint32_t least_of(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
 uint32_t cb_available_processors(const char *system_root) {
     const char *root = clean_root(system_root);

@@ -60,9 +60,7 @@ const uint8_t *cb_expert_store_get(const cb_expert_store *store, uint32_t set, u
     return store->records[store->first[set] + expert];
 }
 
-uint64_t cb_expert_store_bytes(const cb_expert_store *store) {
-    return store->bytes;
-}
+uint64_t cb_expert_store_bytes(const cb_expert_store *store) { return store->bytes; }
 
 void cb_expert_store_close(cb_expert_store *store) {
     if (store == NULL)

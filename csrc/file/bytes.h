@@ -7,15 +7,9 @@
 /* No rule of the format bounds what a layer number means, but arrays are sized by it. */
 #define CB_MAX_LAYERS 65536u
 
-static inline uint16_t cb_u16(const uint8_t *p) {
-    return (uint16_t)(p[0] | p[1] << 8);
-}
-static inline uint32_t cb_u32(const uint8_t *p) {
-    return (uint32_t)cb_u16(p) | (uint32_t)cb_u16(p + 2) << 16;
-}
-static inline uint64_t cb_u64(const uint8_t *p) {
-    return (uint64_t)cb_u32(p) | (uint64_t)cb_u32(p + 4) << 32;
-}
+static inline uint16_t cb_u16(const uint8_t *p) { return (uint16_t)(p[0] | p[1] << 8); }
+static inline uint32_t cb_u32(const uint8_t *p) { return (uint32_t)cb_u16(p) | (uint32_t)cb_u16(p + 2) << 16; }
+static inline uint64_t cb_u64(const uint8_t *p) { return (uint64_t)cb_u32(p) | (uint64_t)cb_u32(p + 4) << 32; }
 
 /* offset + size <= limit, without overflow. */
 static inline bool cb_fits(uint64_t offset, uint64_t size, uint64_t limit) {

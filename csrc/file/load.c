@@ -7,9 +7,7 @@
 
 #define PIECE (UINT64_C(1) << 20)
 
-uint64_t cb_piece_size(const cb_model *model) {
-    return model->file_size < PIECE ? model->file_size : PIECE;
-}
+uint64_t cb_piece_size(const cb_model *model) { return model->file_size < PIECE ? model->file_size : PIECE; }
 
 colibri_status cb_load_checked(const cb_model *model, uint64_t offset, uint64_t size, uint32_t crc32c, uint8_t *memory,
                                uint8_t *buffer, const char *what, cb_error *error) {

@@ -19,8 +19,8 @@ typedef struct cb_tensor {
 typedef struct cb_expert {
     uint64_t offset, size; /* record in the file */
     uint32_t crc32c;
-    uint32_t format[3];  /* gate, up, down */
-    uint64_t part[3];    /* offsets inside the record */
+    uint32_t format[3]; /* gate, up, down */
+    uint64_t part[3];   /* offsets inside the record */
 } cb_expert;
 
 typedef struct cb_expert_set {
@@ -40,8 +40,8 @@ typedef struct cb_state_info {
 typedef struct cb_program {
     uint32_t vocabulary_size, context_limit, default_state_format;
     uint32_t value_count, state_count, op_count, first_op; /* of entry "main" */
-    uint32_t logits; /* value */
-    uint32_t layer_count; /* highest layer of an op + 1 */
+    uint32_t logits;                                       /* value */
+    uint32_t layer_count;                                  /* highest layer of an op + 1 */
     cb_value *values;
     cb_state_info *states;
     cb_op *ops; /* all ops of entry "main": ops[0..op_count) */

@@ -33,9 +33,7 @@ static bool name_is(const uint8_t field[32], const char *name) {
     return memcmp(field, name, length) == 0 && cb_all_zero(field + length, 32 - length);
 }
 
-static bool out_of(uint32_t value, uint32_t least, uint32_t most) {
-    return value < least || value > most;
-}
+static bool out_of(uint32_t value, uint32_t least, uint32_t most) { return value < least || value > most; }
 
 static colibri_status ends(const cb_model *model, const char *what, cb_error *error) {
     return cb_fail(error, COLIBRI_BAD_FILE, "%s: program: it ends inside its %s", cb_label(model), what);

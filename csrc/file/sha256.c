@@ -14,9 +14,7 @@ static const uint32_t constants[64] = {
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
 };
 
-static uint32_t rotate(uint32_t x, int by) {
-    return x >> by | x << (32 - by);
-}
+static uint32_t rotate(uint32_t x, int by) { return x >> by | x << (32 - by); }
 
 static void add_block(uint32_t state[8], const uint8_t *p) {
     uint32_t w[64];

@@ -7,36 +7,16 @@
 #include "file/bytes.h"
 #include "file/model.h"
 
-static uint64_t cb_rule_width(const cb_model *m, uint32_t value) {
-    return m->program.values[value].width;
-}
-static uint64_t cb_rule_extent(const cb_model *m, uint32_t value) {
-    return m->program.values[value].extent;
-}
-static uint64_t cb_rule_rows(const cb_model *m, uint32_t tensor) {
-    return m->tensors[tensor].rows;
-}
-static uint64_t cb_rule_cols(const cb_model *m, uint32_t tensor) {
-    return m->tensors[tensor].cols;
-}
-static uint64_t cb_rule_expert_count(const cb_model *m, uint32_t set) {
-    return m->sets[set].count;
-}
-static uint64_t cb_rule_expert_width(const cb_model *m, uint32_t set) {
-    return m->sets[set].width;
-}
-static uint64_t cb_rule_kv_heads(const cb_model *m, uint32_t state) {
-    return m->program.states[state].kv_heads;
-}
-static uint64_t cb_rule_key_dim(const cb_model *m, uint32_t state) {
-    return m->program.states[state].key_dim;
-}
-static uint64_t cb_rule_value_dim(const cb_model *m, uint32_t state) {
-    return m->program.states[state].value_dim;
-}
-static bool cb_rule_finite(float value) {
-    return isfinite(value);
-}
+static uint64_t cb_rule_width(const cb_model *m, uint32_t value) { return m->program.values[value].width; }
+static uint64_t cb_rule_extent(const cb_model *m, uint32_t value) { return m->program.values[value].extent; }
+static uint64_t cb_rule_rows(const cb_model *m, uint32_t tensor) { return m->tensors[tensor].rows; }
+static uint64_t cb_rule_cols(const cb_model *m, uint32_t tensor) { return m->tensors[tensor].cols; }
+static uint64_t cb_rule_expert_count(const cb_model *m, uint32_t set) { return m->sets[set].count; }
+static uint64_t cb_rule_expert_width(const cb_model *m, uint32_t set) { return m->sets[set].width; }
+static uint64_t cb_rule_kv_heads(const cb_model *m, uint32_t state) { return m->program.states[state].kv_heads; }
+static uint64_t cb_rule_key_dim(const cb_model *m, uint32_t state) { return m->program.states[state].key_dim; }
+static uint64_t cb_rule_value_dim(const cb_model *m, uint32_t state) { return m->program.states[state].value_dim; }
+static bool cb_rule_finite(float value) { return isfinite(value); }
 
 #include "file/op_rules_generated.h"
 

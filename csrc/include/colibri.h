@@ -26,17 +26,17 @@ extern "C" {
 
 typedef enum colibri_status {
     COLIBRI_OK = 0,
-    COLIBRI_INVALID = 1,       /* an argument is out of range */
-    COLIBRI_IO = 2,            /* a file could not be read */
-    COLIBRI_BAD_FILE = 3,      /* a file is damaged */
-    COLIBRI_UNSUPPORTED = 4,   /* a file or CPU asks for what this build lacks */
+    COLIBRI_INVALID = 1,     /* an argument is out of range */
+    COLIBRI_IO = 2,          /* a file could not be read */
+    COLIBRI_BAD_FILE = 3,    /* a file is damaged */
+    COLIBRI_UNSUPPORTED = 4, /* a file or CPU asks for what this build lacks */
     COLIBRI_OUT_OF_MEMORY = 5,
     COLIBRI_BUSY = 6,
     COLIBRI_CANCELLED = 7,
-    COLIBRI_NON_FINITE = 8,    /* NaN or infinity; the message names the layer */
+    COLIBRI_NON_FINITE = 8, /* NaN or infinity; the message names the layer */
     COLIBRI_CONTEXT_FULL = 9,
     COLIBRI_FORKED = 10,
-    COLIBRI_BAD_STATE = 11     /* a saved state does not fit */
+    COLIBRI_BAD_STATE = 11 /* a saved state does not fit */
 } colibri_status;
 
 typedef struct colibri_runtime colibri_runtime;
@@ -117,8 +117,8 @@ COLIBRI_API colibri_status colibri_truncate(colibri_session *session, uint32_t p
 /* One atomic store: the running or next forward of this session ends with CANCELLED. */
 COLIBRI_API void colibri_cancel(colibri_session *session);
 COLIBRI_API uint64_t colibri_state_size(const colibri_session *session);
-COLIBRI_API colibri_status colibri_state_save(colibri_session *session, void *buffer, uint64_t size,
-                                              char *message, size_t message_size);
+COLIBRI_API colibri_status colibri_state_save(colibri_session *session, void *buffer, uint64_t size, char *message,
+                                              size_t message_size);
 /* Same model digest and state format, position <= context; the session is unchanged on failure. */
 COLIBRI_API colibri_status colibri_state_restore(colibri_session *session, const void *buffer, uint64_t size,
                                                  char *message, size_t message_size);
@@ -130,12 +130,12 @@ typedef enum colibri_logits { COLIBRI_LOGITS_NONE = 0, COLIBRI_LOGITS_LAST = 1, 
 typedef struct colibri_item {
     colibri_session *session;
     const uint32_t *tokens;
-    uint32_t token_count; /* >= 1 */
-    uint32_t logits_mode; /* colibri_logits */
-    float *logits;        /* out: [1 or token_count][vocabulary_size]; NULL with LOGITS_NONE or score */
-    float *scores;        /* out, or NULL: [token_count]; scores[i] = log p(tokens[i+1] | up to i) for
-                             i < token_count - 1, computed without keeping logits; the last is NaN */
-    colibri_status status; /* out */
+    uint32_t token_count;               /* >= 1 */
+    uint32_t logits_mode;               /* colibri_logits */
+    float *logits;                      /* out: [1 or token_count][vocabulary_size]; NULL with LOGITS_NONE or score */
+    float *scores;                      /* out, or NULL: [token_count]; scores[i] = log p(tokens[i+1] | up to i) for
+                                           i < token_count - 1, computed without keeping logits; the last is NaN */
+    colibri_status status;              /* out */
     char message[COLIBRI_MESSAGE_SIZE]; /* out */
 } colibri_item;
 
@@ -147,10 +147,10 @@ COLIBRI_API colibri_status colibri_forward_batch(colibri_engine *engine, colibri
 /* ---- sampling ---- */
 
 typedef struct colibri_sampling {
-    float temperature; /* 0: greedy */
-    uint32_t top_k;    /* 0: off */
-    float top_p;       /* 1: off */
-    float min_p;       /* 0: off */
+    float temperature;        /* 0: greedy */
+    uint32_t top_k;           /* 0: off */
+    float top_p;              /* 1: off */
+    float min_p;              /* 0: off */
     float repetition_penalty; /* 1: off; over all of history */
     float frequency_penalty;  /* 0: off; over history from prompt_count on */
     float presence_penalty;   /* 0: off; likewise */
@@ -180,12 +180,12 @@ COLIBRI_API colibri_status colibri_sample(const colibri_sampling *sampling, cons
 #define COLIBRI_OP_KINDS 32
 
 typedef struct colibri_stats {
-    uint64_t tokens;             /* computed since the engine was opened */
-    uint64_t passes;             /* walks over the program */
-    uint64_t nanoseconds;        /* in colibri_forward_batch */
+    uint64_t tokens;                           /* computed since the engine was opened */
+    uint64_t passes;                           /* walks over the program */
+    uint64_t nanoseconds;                      /* in colibri_forward_batch */
     uint64_t op_nanoseconds[COLIBRI_OP_KINDS]; /* by op number */
-    char cpu[16];                /* variant chosen: "scalar", "avx2", "avx512" */
-    char matmul[16][32];         /* kernel that ran, by format id; empty: none yet */
+    char cpu[16];                              /* variant chosen: "scalar", "avx2", "avx512" */
+    char matmul[16][32];                       /* kernel that ran, by format id; empty: none yet */
 } colibri_stats;
 
 typedef struct colibri_expert_set_stats {

@@ -12,23 +12,32 @@ typedef struct row_group {
 /* Scores of all 64 keys; those that a row must not see may come from memory never written and are dropped later. */
 VEC_INLINE void score_keys(const cb_attention_block *job, row_group *group, const uint32_t rows, const uint32_t width) {
     const float *q[VEC_ATTENTION_ROWS];
-    VEC_UNROLL for (uint32_t r = 0; r < rows; r++) q[r] = job->q + group->row[r] * job->q_stride;
+    VEC_UNROLL
+    for (uint32_t r = 0; r < rows; r++)
+        q[r] = job->q + group->row[r] * job->q_stride;
     for (uint32_t first = 0; first < KEY_VECTORS; first += width) {
         vec sum[VEC_ATTENTION_ROWS][KEY_VECTORS];
-        VEC_UNROLL for (uint32_t r = 0; r < rows; r++) {
-            VEC_UNROLL for (uint32_t w = 0; w < width; w++) sum[r][w] = vec_set(0.0f);
+        VEC_UNROLL
+        for (uint32_t r = 0; r < rows; r++) {
+            VEC_UNROLL
+            for (uint32_t w = 0; w < width; w++)
+                sum[r][w] = vec_set(0.0f);
         }
         const float *k = job->k + first * VEC_LANES;
         for (uint32_t d = 0; d < job->key_dim; d++, k += CB_KEY_BLOCK) {
-            VEC_UNROLL for (uint32_t w = 0; w < width; w++) {
+            VEC_UNROLL
+            for (uint32_t w = 0; w < width; w++) {
                 const vec key = vec_load(k + w * VEC_LANES);
-                VEC_UNROLL for (uint32_t r = 0; r < rows; r++) {
+                VEC_UNROLL
+                for (uint32_t r = 0; r < rows; r++) {
                     sum[r][w] = vec_fma(key, vec_set(q[r][d]), sum[r][w]);
                 }
             }
         }
-        VEC_UNROLL for (uint32_t r = 0; r < rows; r++) {
-            VEC_UNROLL for (uint32_t w = 0; w < width; w++) {
+        VEC_UNROLL
+        for (uint32_t r = 0; r < rows; r++) {
+            VEC_UNROLL
+            for (uint32_t w = 0; w < width; w++) {
                 vec_store(&group->p[r][(first + w) * VEC_LANES], vec_mul(vec_set(job->scale), sum[r][w]));
             }
         }
@@ -72,7 +81,8 @@ static void update_row(const cb_attention_block *job, row_group *group, uint32_t
 VEC_INLINE void add_values(const cb_attention_block *job, const row_group *group, const uint32_t rows,
                            const uint32_t width, uint32_t dim, uint32_t lanes) {
     uint32_t common_first = 0, common_last = CB_KEY_BLOCK;
-    VEC_UNROLL for (uint32_t r = 0; r < rows; r++) {
+    VEC_UNROLL
+    for (uint32_t r = 0; r < rows; r++) {
         const uint32_t first = job->first[group->row[r]];
         const uint32_t last = job->last[group->row[r]];
         common_first = first > common_first ? first : common_first;
@@ -83,39 +93,48 @@ VEC_INLINE void add_values(const cb_attention_block *job, const row_group *group
     const float *v = job->v + dim;
     const uint64_t stride = job->value_dim;
     vec out[VEC_ATTENTION_ROWS][KEY_VECTORS];
-    VEC_UNROLL for (uint32_t r = 0; r < rows; r++) {
+    VEC_UNROLL
+    for (uint32_t r = 0; r < rows; r++) {
         const uint32_t row = group->row[r];
         const float *old = job->out + row * job->out_stride + dim;
         const uint32_t end = job->last[row] < common_first ? job->last[row] : common_first;
-        VEC_UNROLL for (uint32_t w = 0; w < width; w++) {
+        VEC_UNROLL
+        for (uint32_t w = 0; w < width; w++) {
             out[r][w] = vec_mul(load_lanes(old + w * VEC_LANES, lanes), vec_set(group->alpha[r]));
         }
         for (uint32_t key = job->first[row]; key < end; key++) {
-            VEC_UNROLL for (uint32_t w = 0; w < width; w++) {
-                out[r][w] = vec_fma(vec_set(group->p[r][key]), load_lanes(v + key * stride + w * VEC_LANES, lanes),
-                                    out[r][w]);
+            VEC_UNROLL
+            for (uint32_t w = 0; w < width; w++) {
+                out[r][w] =
+                    vec_fma(vec_set(group->p[r][key]), load_lanes(v + key * stride + w * VEC_LANES, lanes), out[r][w]);
             }
         }
     }
     for (uint32_t key = common_first; key < common_last; key++) {
-        VEC_UNROLL for (uint32_t w = 0; w < width; w++) {
+        VEC_UNROLL
+        for (uint32_t w = 0; w < width; w++) {
             const vec value = load_lanes(v + key * stride + w * VEC_LANES, lanes);
-            VEC_UNROLL for (uint32_t r = 0; r < rows; r++) {
+            VEC_UNROLL
+            for (uint32_t r = 0; r < rows; r++) {
                 out[r][w] = vec_fma(vec_set(group->p[r][key]), value, out[r][w]);
             }
         }
     }
-    VEC_UNROLL for (uint32_t r = 0; r < rows; r++) {
+    VEC_UNROLL
+    for (uint32_t r = 0; r < rows; r++) {
         const uint32_t row = group->row[r];
         float *new = job->out + row * job->out_stride + dim;
         const uint32_t begin = job->first[row] > common_last ? job->first[row] : common_last;
         for (uint32_t key = begin; key < job->last[row]; key++) {
-            VEC_UNROLL for (uint32_t w = 0; w < width; w++) {
-                out[r][w] = vec_fma(vec_set(group->p[r][key]), load_lanes(v + key * stride + w * VEC_LANES, lanes),
-                                    out[r][w]);
+            VEC_UNROLL
+            for (uint32_t w = 0; w < width; w++) {
+                out[r][w] =
+                    vec_fma(vec_set(group->p[r][key]), load_lanes(v + key * stride + w * VEC_LANES, lanes), out[r][w]);
             }
         }
-        VEC_UNROLL for (uint32_t w = 0; w < width; w++) store_lanes(new + w * VEC_LANES, out[r][w], lanes);
+        VEC_UNROLL
+        for (uint32_t w = 0; w < width; w++)
+            store_lanes(new + w *VEC_LANES, out[r][w], lanes);
     }
 }
 

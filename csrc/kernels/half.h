@@ -24,7 +24,8 @@ static inline float cb_float_of_half(uint16_t half) {
         return cb_float_of_bits(cb_bits_of_float((float)magnitude * 0x1p-24f) | sign);
     }
     if (magnitude >= 0x7c00u) { /* infinity; NaN becomes quiet, as the F16C instruction does */
-        return cb_float_of_bits(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13 | (magnitude > 0x7c00u ? 0x400000u : 0));
+        return cb_float_of_bits(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13 |
+                                (magnitude > 0x7c00u ? 0x400000u : 0));
     }
     return cb_float_of_bits(sign | ((magnitude << 13) + ((127u - 15u) << 23)));
 }

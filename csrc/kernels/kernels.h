@@ -8,25 +8,25 @@
 #include "core/core.h"
 #include "file/formats_generated.h"
 
-#define CB_LANES 16      /* output rows of a tile; partial sums of a row reduction */
-#define CB_KEY_BLOCK 64  /* positions of a state block */
+#define CB_LANES 16        /* output rows of a tile; partial sums of a row reduction */
+#define CB_KEY_BLOCK 64    /* positions of a state block */
 #define CB_SPLIT_KEYS 1024 /* keys of an attention split, always merged in order */
 
 /* Rows of activations: float values, and their quantised form when a quantised weight needs it. */
 typedef struct cb_rows {
     const float *values; /* [row * stride + k] */
     uint64_t stride;
-    const int8_t *codes;  /* [row * padded + k], padded = k rounded up to 128, zero beyond k */
-    const float *scales;  /* [row * blocks + block], blocks = padded / CB_ACTIVATION_BLOCK */
-    const int16_t *sums;  /* [row * padded / 32 + i]: sum of codes 32i .. 32i+31 */
+    const int8_t *codes; /* [row * padded + k], padded = k rounded up to 128, zero beyond k */
+    const float *scales; /* [row * blocks + block], blocks = padded / CB_ACTIVATION_BLOCK */
+    const int16_t *sums; /* [row * padded / 32 + i]: sum of codes 32i .. 32i+31 */
 } cb_rows;
 
 /* out[i * out_stride + n] = (row n of the weight) . (activation row index[i] or i), for i < count, n < rows.
  * `tiles` points at a whole number of tiles of 16 rows; only `rows` of them are stored. */
 typedef struct cb_matmul {
     const uint8_t *tiles;
-    uint32_t rows;  /* output rows to store, 1 .. ; the tiles hold rows rounded up to 16 */
-    uint32_t k;     /* input width, unpadded */
+    uint32_t rows; /* output rows to store, 1 .. ; the tiles hold rows rounded up to 16 */
+    uint32_t k;    /* input width, unpadded */
     const cb_rows *x;
     const uint32_t *index; /* NULL: 0, 1, 2, ... */
     uint32_t count;
@@ -37,17 +37,17 @@ typedef struct cb_matmul {
 /* One block of CB_KEY_BLOCK absolute positions for `count` query rows of one kv head. Row i sees keys
  * [first[i], last[i]) of the block (empty: the row is skipped) and updates m, l, out in place. */
 typedef struct cb_attention_block {
-    const float *q;       /* row i at q + i * q_stride, key_dim values */
+    const float *q; /* row i at q + i * q_stride, key_dim values */
     uint64_t q_stride;
-    const float *k;       /* [key_dim][64] */
-    const float *v;       /* [64][value_dim] */
+    const float *k; /* [key_dim][64] */
+    const float *v; /* [64][value_dim] */
     uint32_t key_dim, value_dim;
     float scale;
     uint32_t count;
     const uint8_t *first; /* [count] 0..64 */
     const uint8_t *last;
-    float *m, *l;         /* [count]; start at -inf and 0 */
-    float *out;           /* row i at out + i * out_stride, value_dim values, start at 0; not normalised */
+    float *m, *l; /* [count]; start at -inf and 0 */
+    float *out;   /* row i at out + i * out_stride, value_dim values, start at 0; not normalised */
     uint64_t out_stride;
 } cb_attention_block;
 
@@ -56,7 +56,8 @@ typedef struct cb_kernels {
     void (*matmul[CB_FORMAT_LIMIT])(const cb_matmul *job);
     const char *matmul_name[CB_FORMAT_LIMIT]; /* "kernel_matmul_q4_g32_avx512" */
 
-    /* Quantises one row; codes has k rounded up to 128 places. False if a value is NaN or infinite (codes are then 0). */
+    /* Quantises one row; codes has k rounded up to 128 places. False if a value is NaN or infinite (codes are then 0).
+     */
     bool (*quantise_row)(const float *x, uint32_t k, int8_t *codes, float *scales, int16_t *sums);
     bool (*all_finite)(const float *x, uint64_t n); /* integer test of the exponents */
     void (*rms_norm)(float *y, const float *x, const float *weight, uint32_t n, float epsilon);
@@ -80,8 +81,10 @@ typedef struct cb_kernels {
      * q8 has a float scale for each key besides. put: one row into slot 0..63, false when it does not fit (f16
      * overflow, NaN). get: widen `keys` leading slots of the block into float tiles. */
     bool (*put_key)(uint32_t format, void *block, float *scales, uint32_t slot, const float *key, uint32_t key_dim);
-    bool (*put_value)(uint32_t format, void *block, float *scales, uint32_t slot, const float *value, uint32_t value_dim);
-    void (*get_keys)(uint32_t format, const void *block, const float *scales, uint32_t keys, float *tile, uint32_t key_dim);
+    bool (*put_value)(uint32_t format, void *block, float *scales, uint32_t slot, const float *value,
+                      uint32_t value_dim);
+    void (*get_keys)(uint32_t format, const void *block, const float *scales, uint32_t keys, float *tile,
+                     uint32_t key_dim);
     void (*get_values)(uint32_t format, const void *block, const float *scales, uint32_t keys, float *tile,
                        uint32_t value_dim);
 

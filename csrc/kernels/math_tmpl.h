@@ -6,7 +6,7 @@ VEC_INLINE vec vec_exp(vec x) {
      * the CPU denormal products, which are slow. The order of operands lets NaN pass. */
     const vec lowest = vec_set(-0x1.5d589ep+6f);
     const vec_mask vanishes = vec_less(x, lowest);
-    x = vec_min(vec_set(89.0f), vec_max(lowest, x)); /* exp(89) is infinite */
+    x = vec_min(vec_set(89.0f), vec_max(lowest, x));             /* exp(89) is infinite */
     const vec n = vec_rint(vec_mul(x, vec_set(0x1.715476p+0f))); /* log2(e) */
     /* ln(2) in two parts; the first product is exact, so r is good to 2^-24 of itself. */
     vec r = vec_fma(n, vec_set(-0x1.62e430p-1f), x);

@@ -21,23 +21,34 @@ VEC_INLINE void multiply_float(const cb_matmul *job, const uint32_t format, uint
     const uint8_t *weights[VEC_CHAINS];
     const float *x[VEC_CHAINS];
     vec sum[VEC_CHAINS][VEC_CHAINS];
-    VEC_UNROLL for (uint32_t t = 0; t < tiles; t++) weights[t] = job->tiles + (uint64_t)(tile + t) * job->k * step;
-    VEC_UNROLL for (uint32_t r = 0; r < rows; r++) {
+    VEC_UNROLL
+    for (uint32_t t = 0; t < tiles; t++)
+        weights[t] = job->tiles + (uint64_t)(tile + t) * job->k * step;
+    VEC_UNROLL
+    for (uint32_t r = 0; r < rows; r++) {
         const uint32_t source = job->index ? job->index[row + r] : row + r;
         x[r] = job->x->values + source * job->x->stride;
     }
-    VEC_UNROLL for (uint32_t t = 0; t < tiles; t++) {
-        VEC_UNROLL for (uint32_t r = 0; r < rows; r++) sum[t][r] = vec_set(0.0f);
+    VEC_UNROLL
+    for (uint32_t t = 0; t < tiles; t++) {
+        VEC_UNROLL
+        for (uint32_t r = 0; r < rows; r++)
+            sum[t][r] = vec_set(0.0f);
     }
     for (uint64_t k = 0; k < job->k; k++) {
-        VEC_UNROLL for (uint32_t t = 0; t < tiles; t++) {
+        VEC_UNROLL
+        for (uint32_t t = 0; t < tiles; t++) {
             const vec w = load_weights(weights[t] + k * step, format);
-            VEC_UNROLL for (uint32_t r = 0; r < rows; r++) sum[t][r] = vec_fma(w, vec_set(x[r][k]), sum[t][r]);
+            VEC_UNROLL
+            for (uint32_t r = 0; r < rows; r++)
+                sum[t][r] = vec_fma(w, vec_set(x[r][k]), sum[t][r]);
         }
     }
-    VEC_UNROLL for (uint32_t t = 0; t < tiles; t++) {
+    VEC_UNROLL
+    for (uint32_t t = 0; t < tiles; t++) {
         const uint32_t first = (tile + t) * CB_LANES;
-        VEC_UNROLL for (uint32_t r = 0; r < rows; r++) {
+        VEC_UNROLL
+        for (uint32_t r = 0; r < rows; r++) {
             store_lanes(job->out + (row + r) * job->out_stride + first, sum[t][r], job->rows - first);
         }
     }

@@ -20,11 +20,11 @@
  *   vec vec_select(vec_mask m, vec a, vec b)         m ? a : b
  *   float vec_sum(x)                                 l[i] += l[i+8], then 4, 2, 1
  *   float vec_largest(x)                             l[i] = l[i+8] > l[i] ? l[i+8] : l[i], then 4, 2, 1
- *   vec vec_max_magnitude(vec m, vec x)              the larger of m and |x| as unsigned integers (m >= 0; NaN is largest)
- *   uint32_t vec_largest_magnitude(vec m)            the largest lane of such an m, as an integer
- *   vec vec_load_f16(const uint16_t *p)  vec_load_bf16(const uint16_t *p)  vec_load_int8(const int8_t *p)
- *   void vec_store_f16(uint16_t *p, vec x)           to nearest even, denormals kept
- *   void vec_store_int8(int8_t *p, vec x)            rint(x), |x| <= 127
+ *   vec vec_max_magnitude(vec m, vec x)              the larger of m and |x| as unsigned integers (m >= 0; NaN is
+ * largest) uint32_t vec_largest_magnitude(vec m)            the largest lane of such an m, as an integer vec
+ * vec_load_f16(const uint16_t *p)  vec_load_bf16(const uint16_t *p)  vec_load_int8(const int8_t *p) void
+ * vec_store_f16(uint16_t *p, vec x)           to nearest even, denormals kept void vec_store_int8(int8_t *p, vec x)
+ * rint(x), |x| <= 127
  *
  * and three numbers that only steer speed: VEC_CHAINS, independent fma chains that keep the ISA busy and fit its
  * registers; VEC_ATTENTION_ROWS and VEC_ATTENTION_WIDTH, query rows and vectors of keys (or dimensions) that

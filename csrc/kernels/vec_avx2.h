@@ -147,8 +147,8 @@ VEC_INLINE vec vec_load_int8(const int8_t *p) {
 
 VEC_INLINE void vec_store_int8(int8_t *p, vec x) {
     /* packs works within 128-bit halves; the permutation puts the quarters in order again. */
-    const __m256i words = _mm256_permute4x64_epi64(
-        _mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high)), 0xd8);
+    const __m256i words =
+        _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high)), 0xd8);
     _mm_storeu_si128((__m128i *)(void *)p,
                      _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }

@@ -87,9 +87,7 @@ void colibri_engine_get_info(const colibri_engine *engine, colibri_engine_info *
     memcpy(info->digest, engine->model->digest, sizeof info->digest);
 }
 
-static uint64_t read_counter(const cb_counter *counter) {
-    return atomic_load_explicit(counter, memory_order_relaxed);
-}
+static uint64_t read_counter(const cb_counter *counter) { return atomic_load_explicit(counter, memory_order_relaxed); }
 
 void colibri_get_stats(const colibri_engine *engine, colibri_stats *stats) {
     const cb_vm *vm = engine->vm;

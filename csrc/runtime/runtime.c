@@ -4,13 +4,9 @@
 
 #define MAX_THREADS 1024
 
-uint32_t colibri_abi_version(void) {
-    return COLIBRI_ABI_VERSION;
-}
+uint32_t colibri_abi_version(void) { return COLIBRI_ABI_VERSION; }
 
-bool cb_forked(const colibri_runtime *runtime) {
-    return runtime->process != getpid();
-}
+bool cb_forked(const colibri_runtime *runtime) { return runtime->process != getpid(); }
 
 colibri_status cb_fail_forked(cb_error *error) {
     return cb_fail(error, COLIBRI_FORKED, "the process has forked; open a new runtime in the child");
@@ -71,10 +67,6 @@ colibri_status colibri_free(colibri_runtime *runtime) {
     return COLIBRI_OK;
 }
 
-uint32_t colibri_thread_count(const colibri_runtime *runtime) {
-    return cb_pool_threads(runtime->pool);
-}
+uint32_t colibri_thread_count(const colibri_runtime *runtime) { return cb_pool_threads(runtime->pool); }
 
-const char *colibri_cpu_name(const colibri_runtime *runtime) {
-    return cb_isa_name(runtime->kernels->isa);
-}
+const char *colibri_cpu_name(const colibri_runtime *runtime) { return cb_isa_name(runtime->kernels->isa); }

@@ -15,9 +15,7 @@ colibri_status cb_session_hold(colibri_session *session, const void *holder, cb_
     return COLIBRI_OK;
 }
 
-void cb_session_release(colibri_session *session) {
-    atomic_store(&session->holder, NULL);
-}
+void cb_session_release(colibri_session *session) { atomic_store(&session->holder, NULL); }
 
 static void close_parts(colibri_session *session) {
     for (uint32_t i = 0; session->blocks != NULL && i < session->block_count; i++)
@@ -94,21 +92,13 @@ colibri_status colibri_session_close(colibri_session *session) {
     return COLIBRI_OK;
 }
 
-uint32_t colibri_position(const colibri_session *session) {
-    return atomic_load(&session->position);
-}
+uint32_t colibri_position(const colibri_session *session) { return atomic_load(&session->position); }
 
-uint32_t colibri_context(const colibri_session *session) {
-    return session->context;
-}
+uint32_t colibri_context(const colibri_session *session) { return session->context; }
 
-const uint32_t *colibri_tokens(const colibri_session *session) {
-    return session->tokens;
-}
+const uint32_t *colibri_tokens(const colibri_session *session) { return session->tokens; }
 
-void colibri_cancel(colibri_session *session) {
-    atomic_store(&session->cancel, true);
-}
+void colibri_cancel(colibri_session *session) { atomic_store(&session->cancel, true); }
 
 colibri_status colibri_truncate(colibri_session *session, uint32_t position, char *message, size_t message_size) {
     cb_error error = {0};

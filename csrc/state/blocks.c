@@ -109,9 +109,7 @@ cb_block *cb_block_take(cb_block_pool *pool, uint64_t bytes) {
     return block;
 }
 
-void cb_block_retain(cb_block *block) {
-    atomic_fetch_add(&block->references, 1);
-}
+void cb_block_retain(cb_block *block) { atomic_fetch_add(&block->references, 1); }
 
 void cb_block_release(cb_block_pool *pool, cb_block *block) {
     if (atomic_fetch_sub(&block->references, 1) != 1)

@@ -19,18 +19,14 @@ typedef struct header {
 } header;
 _Static_assert(sizeof(header) == HEADER_BYTES, "the header has no padding");
 
-static uint64_t blocks_for(uint32_t position) {
-    return ((uint64_t)position + CB_KEY_BLOCK - 1) / CB_KEY_BLOCK;
-}
+static uint64_t blocks_for(uint32_t position) { return ((uint64_t)position + CB_KEY_BLOCK - 1) / CB_KEY_BLOCK; }
 
 static uint64_t size_for(const cb_timeline *timeline, uint32_t position) {
     return HEADER_BYTES + (uint64_t)position * sizeof(uint32_t) + blocks_for(position) * timeline->layout->block_bytes +
            sizeof(uint32_t);
 }
 
-uint64_t cb_timeline_size(const cb_timeline *timeline) {
-    return size_for(timeline, timeline->position);
-}
+uint64_t cb_timeline_size(const cb_timeline *timeline) { return size_for(timeline, timeline->position); }
 
 /* Zeroes slots [used, 64): they may hold what was truncated, or another session's keys. */
 static void clear_unused(const cb_block_layout *layout, uint8_t *block, uint32_t used) {

@@ -1,9 +1,7 @@
 /* Ops that take one row at a time. */
 #include "vm/vm.h"
 
-static const cb_value *value_of(const cb_vm *vm, uint32_t value) {
-    return &vm->model->program.values[value];
-}
+static const cb_value *value_of(const cb_vm *vm, uint32_t value) { return &vm->model->program.values[value]; }
 
 static float *row_of(const cb_vm *vm, uint32_t value, uint32_t row) {
     const cb_register *reg = &vm->registers[value];
@@ -83,34 +81,18 @@ static void gate_row(cb_vm *vm, const void *context, uint32_t row, uint32_t work
                                *row_of(vm, op->sigmoid_gate.gate, row), value_of(vm, op->sigmoid_gate.y)->width);
 }
 
-void cb_run_embed(cb_vm *vm, const cb_op *op) {
-    run(vm, op, embed_row);
-}
+void cb_run_embed(cb_vm *vm, const cb_op *op) { run(vm, op, embed_row); }
 
-void cb_run_rms_norm(cb_vm *vm, const cb_op *op) {
-    run(vm, op, norm_row);
-}
+void cb_run_rms_norm(cb_vm *vm, const cb_op *op) { run(vm, op, norm_row); }
 
-void cb_run_rope_table(cb_vm *vm, const cb_op *op) {
-    run(vm, op, rope_table_row);
-}
+void cb_run_rope_table(cb_vm *vm, const cb_op *op) { run(vm, op, rope_table_row); }
 
-void cb_run_rope(cb_vm *vm, const cb_op *op) {
-    run(vm, op, rope_row);
-}
+void cb_run_rope(cb_vm *vm, const cb_op *op) { run(vm, op, rope_row); }
 
-void cb_run_clamp(cb_vm *vm, const cb_op *op) {
-    run(vm, op, clamp_row);
-}
+void cb_run_clamp(cb_vm *vm, const cb_op *op) { run(vm, op, clamp_row); }
 
-void cb_run_gated_activation(cb_vm *vm, const cb_op *op) {
-    run(vm, op, activation_row);
-}
+void cb_run_gated_activation(cb_vm *vm, const cb_op *op) { run(vm, op, activation_row); }
 
-void cb_run_add(cb_vm *vm, const cb_op *op) {
-    run(vm, op, add_row);
-}
+void cb_run_add(cb_vm *vm, const cb_op *op) { run(vm, op, add_row); }
 
-void cb_run_sigmoid_gate(cb_vm *vm, const cb_op *op) {
-    run(vm, op, gate_row);
-}
+void cb_run_sigmoid_gate(cb_vm *vm, const cb_op *op) { run(vm, op, gate_row); }

@@ -265,9 +265,7 @@ static colibri_status check_history(const uint32_t *history, uint32_t count, uin
     return COLIBRI_OK;
 }
 
-static uint64_t array_bytes(uint32_t vocabulary) {
-    return cb_round_up((uint64_t)vocabulary * 4, CB_CACHE_LINE);
-}
+static uint64_t array_bytes(uint32_t vocabulary) { return cb_round_up((uint64_t)vocabulary * 4, CB_CACHE_LINE); }
 
 uint64_t colibri_sample_scratch_size(uint32_t vocabulary_size) {
     return 3 * array_bytes(vocabulary_size) + CB_CACHE_LINE; /* the caller's memory may be unaligned */

@@ -151,9 +151,7 @@ cb_matrix cb_matrix_make(const uint8_t *tiles, uint32_t format, uint64_t rows, u
 static inline uint32_t cb_tiles(const cb_matrix *matrix) {
     return matrix->rows / CB_LANES + (matrix->rows % CB_LANES != 0);
 }
-static inline bool cb_is_quantised(uint32_t format) {
-    return cb_format_table[format].group != 0;
-}
+static inline bool cb_is_quantised(uint32_t format) { return cb_format_table[format].group != 0; }
 /* `x` seen from row `first` on. */
 cb_rows cb_rows_from(const cb_rows *x, uint64_t first, uint32_t k);
 /* Tiles [tile, tile + tiles) times rows of x into out, whose column 0 is the matrix' row 0. */

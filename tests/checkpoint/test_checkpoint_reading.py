@@ -105,7 +105,7 @@ def test_scalars_and_empty_tensors(open_arrays: Any) -> None:
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, None), (0, 4), (2, 1), (4, None), (0, -1)])
 def test_rows_that_do_not_exist_are_refused(open_arrays: Any, start: int, stop: int | None) -> None:
-    with pytest.raises(UsageError, match="'w'.*3 rows"):
+    with pytest.raises(UsageError, match=r"'w'.*3 rows"):
         open_arrays({"w": np.zeros((3, 2), np.float32)}).read("w", start, stop)
 
 

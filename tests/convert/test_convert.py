@@ -238,9 +238,9 @@ def test_arguments_that_cannot_be_used(tmp_path):
 def test_a_source_that_may_only_be_read(tmp_path):
     source = write_family(tmp_path / "模型 \U0001f426", "olmoe")
     source.chmod(0o555)
-    before = sorted(os.listdir(source))  # noqa: PTH208
+    before = sorted(os.listdir(source))
     convert(source, tmp_path / "out.cbi")
-    assert sorted(os.listdir(source)) == before  # noqa: PTH208
+    assert sorted(os.listdir(source)) == before
 
 
 def test_a_checkpoint_that_ends_early_leaves_nothing(tmp_path):

@@ -44,17 +44,13 @@ static bool allowed(uint64_t size) {
     return ++allocations != fail_allocation;
 }
 
-void *__wrap_malloc(size_t size) {
-    return allowed(size) ? __real_malloc(size) : NULL;
-}
+void *__wrap_malloc(size_t size) { return allowed(size) ? __real_malloc(size) : NULL; }
 
 void *__wrap_calloc(size_t count, size_t size) {
     return allowed(cb_multiply(count, size)) ? __real_calloc(count, size) : NULL;
 }
 
-void *__wrap_realloc(void *memory, size_t size) {
-    return allowed(size) ? __real_realloc(memory, size) : NULL;
-}
+void *__wrap_realloc(void *memory, size_t size) { return allowed(size) ? __real_realloc(memory, size) : NULL; }
 
 ssize_t __wrap_pread(int fd, void *buffer, size_t size, off_t offset) {
     reads++;

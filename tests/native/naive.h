@@ -174,8 +174,8 @@ static void naive_pack_float(const naive_matrix *w, uint32_t layout, uint8_t *da
     for (uint32_t n = 0; n < w->rows; n++) {
         for (uint32_t k = 0; k < w->cols; k++) {
             const float value = w->values[(size_t)n * w->cols + k];
-            const size_t place = layout == CB_LAYOUT_ROWS ? (size_t)n * w->cols + k
-                                                          : ((size_t)(n / 16) * w->cols + k) * 16 + n % 16;
+            const size_t place =
+                layout == CB_LAYOUT_ROWS ? (size_t)n * w->cols + k : ((size_t)(n / 16) * w->cols + k) * 16 + n % 16;
             if (w->format == CB_FORMAT_F32) {
                 memcpy(data + place * 4, &value, 4);
             } else {

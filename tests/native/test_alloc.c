@@ -26,13 +26,9 @@ static void on_malloc(const volatile void *memory, size_t size) {
     atomic_fetch_add(&allocations, 1);
 }
 
-static void on_free(const volatile void *memory) {
-    (void)memory;
-}
+static void on_free(const volatile void *memory) { (void)memory; }
 
-static void start_counting(void) {
-    __sanitizer_install_malloc_and_free_hooks(on_malloc, on_free);
-}
+static void start_counting(void) { __sanitizer_install_malloc_and_free_hooks(on_malloc, on_free); }
 
 #else
 
@@ -62,9 +58,7 @@ void *memalign(size_t alignment, size_t size) {
     return __libc_memalign(alignment, size);
 }
 
-void *aligned_alloc(size_t alignment, size_t size) {
-    return memalign(alignment, size);
-}
+void *aligned_alloc(size_t alignment, size_t size) { return memalign(alignment, size); }
 
 int posix_memalign(void **memory, size_t alignment, size_t size) {
     *memory = memalign(alignment, size);

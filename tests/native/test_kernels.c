@@ -68,11 +68,11 @@ enum { PLAIN, TINY, HUGE_VALUES, ZEROS, WITH_NAN, WITH_INFINITY, ANY_BITS, FLOAT
 static void fill(float *x, size_t n, int kind) {
     for (size_t i = 0; i < n; i++) {
         const float value = random_float();
-        x[i] = kind == TINY            ? value * 0x1p-126f
-               : kind == HUGE_VALUES   ? value * 0x1p126f
-               : kind == ZEROS         ? (random_u32() & 1 ? -0.0f : 0.0f)
-               : kind == ANY_BITS      ? float_of(random_u32())
-                                       : value;
+        x[i] = kind == TINY          ? value * 0x1p-126f
+               : kind == HUGE_VALUES ? value * 0x1p126f
+               : kind == ZEROS       ? (random_u32() & 1 ? -0.0f : 0.0f)
+               : kind == ANY_BITS    ? float_of(random_u32())
+                                     : value;
     }
     if (n && (kind == WITH_NAN || kind == WITH_INFINITY)) {
         x[random_u32() % n] = kind == WITH_NAN ? NAN : (random_u32() & 1 ? -INFINITY : INFINITY);
@@ -138,8 +138,8 @@ static void test_rope_table(void) {
         for (uint32_t i = 0; i < n; i++) {
             const float angle = (float)position * frequencies[i];
             const float cosine = (float)cos((double)angle), sine = (float)sin((double)angle);
-            check(fabsf(table[i] - cosine) < 1e-7f && fabsf(table[n + i] - sine) < 1e-7f, "rope_table at angle %a: %a %a",
-                  (double)angle, (double)table[i], (double)table[n + i]);
+            check(fabsf(table[i] - cosine) < 1e-7f && fabsf(table[n + i] - sine) < 1e-7f,
+                  "rope_table at angle %a: %a %a", (double)angle, (double)table[i], (double)table[n + i]);
         }
         float *scaled = floats(2 * (size_t)n), *scalar = floats(2 * (size_t)n);
         kernels->rope_table(scaled, frequencies, n, position, 1.2345f);
@@ -325,10 +325,10 @@ static naive_matrix random_matrix(uint32_t format, uint32_t rows, uint32_t cols,
     w.scales = take((size_t)rows * naive_groups(cols) * 2);
     for (size_t i = 0; i < n; i++) {
         const int random = eight ? (int)(random_u32() % 256) - 128 : (int)(random_u32() % 16);
-        w.codes[i] = (int16_t)(code_kind == CODES_RANDOM     ? random
-                               : code_kind == CODES_LOWEST   ? (eight ? -128 : 0)
-                               : code_kind == CODES_HIGHEST  ? (eight ? 127 : 15)
-                               : (eight ? -127 : 8));
+        w.codes[i] = (int16_t)(code_kind == CODES_RANDOM    ? random
+                               : code_kind == CODES_LOWEST  ? (eight ? -128 : 0)
+                               : code_kind == CODES_HIGHEST ? (eight ? 127 : 15)
+                                                            : (eight ? -127 : 8));
     }
     for (size_t i = 0; i < (size_t)rows * naive_groups(cols); i++) {
         const uint16_t sign = random_u32() & 1 ? 0x8000 : 0;
@@ -467,8 +467,8 @@ static void test_attention(uint32_t key_dim, uint32_t value_dim, uint32_t count,
     float *q = filled(count * q_stride, PLAIN), *k = floats((size_t)key_dim * 64), *v = floats(64 * (size_t)value_dim);
     float *out[2], *m[2], *l[2];
     uint8_t *first = take(count), *last = take(count);
-    cb_attention_block job = {q, q_stride, k, v, key_dim, value_dim, 0.37f, count, first, last, NULL, NULL, NULL,
-                              out_stride};
+    cb_attention_block job = {q,     q_stride, k,    v,    key_dim, value_dim, 0.37f,
+                              count, first,    last, NULL, NULL,    NULL,      out_stride};
     for (int i = 0; i < 2; i++) {
         out[i] = floats(count * out_stride), m[i] = floats(count), l[i] = floats(count);
         memset(out[i], 0, count * out_stride * sizeof(float));
@@ -516,8 +516,10 @@ static void test_attention(uint32_t key_dim, uint32_t value_dim, uint32_t count,
         job.m = m[0], job.l = l[0], job.out = out[0];
         kernels->attention_block(&job);
     }
-    check(same(m[0], m[1], count), "attention m %u %u count=%u range=%d kind=%d", key_dim, value_dim, count, range, kind);
-    check(same(l[0], l[1], count), "attention l %u %u count=%u range=%d kind=%d", key_dim, value_dim, count, range, kind);
+    check(same(m[0], m[1], count), "attention m %u %u count=%u range=%d kind=%d", key_dim, value_dim, count, range,
+          kind);
+    check(same(l[0], l[1], count), "attention l %u %u count=%u range=%d kind=%d", key_dim, value_dim, count, range,
+          kind);
     check(same(out[0], out[1], count * out_stride), "attention out %u %u count=%u range=%d kind=%d", key_dim, value_dim,
           count, range, kind);
     for (int i = 0; i < 2; i++) {
@@ -537,8 +539,8 @@ static void test_attention_means_softmax(void) {
         m[row] = -INFINITY;
     }
     for (int block = 0; block < BLOCKS; block++) {
-        const cb_attention_block job = {&q[0][0], DIM, &k[block][0][0], &v[block][0][0], DIM, DIM, 0.5f, ROWS,
-                                        first,    last, m, l, &out[0][0], DIM};
+        const cb_attention_block job = {
+            &q[0][0], DIM, &k[block][0][0], &v[block][0][0], DIM, DIM, 0.5f, ROWS, first, last, m, l, &out[0][0], DIM};
         kernels->attention_block(&job);
     }
     for (int row = 0; row < ROWS; row++) {

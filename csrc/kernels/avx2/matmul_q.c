@@ -28,11 +28,13 @@ VEC_INLINE __m256i broadcast(const void *p) {
 VEC_INLINE void load_steps(__m256i steps[STEPS], const uint8_t *p, const uint32_t bits) {
     const __m256i nibble = _mm256_set1_epi8(15);
     if (bits == 8) {
-        VEC_UNROLL for (uint32_t s = 0; s < STEPS; s++) {
+        VEC_UNROLL
+        for (uint32_t s = 0; s < STEPS; s++) {
             steps[s] = _mm256_loadu_si256((const __m256i *)(const void *)(p + s * 64));
         }
     } else {
-        VEC_UNROLL for (uint32_t s = 0; s < STEPS; s += 2) {
+        VEC_UNROLL
+        for (uint32_t s = 0; s < STEPS; s += 2) {
             const __m256i pair = _mm256_loadu_si256((const __m256i *)(const void *)(p + s * 32));
             steps[s] = _mm256_and_si256(pair, nibble);
             steps[s + 1] = _mm256_and_si256(_mm256_srli_epi16(pair, 4), nibble);
@@ -45,7 +47,8 @@ VEC_INLINE __m256i dot_group(const __m256i steps[STEPS], const int8_t *codes, in
     const __m256i ones = _mm256_set1_epi16(1);
     if (bits == 8) {
         __m256i dot = _mm256_setzero_si256();
-        VEC_UNROLL for (uint32_t s = 0; s < STEPS; s++) {
+        VEC_UNROLL
+        for (uint32_t s = 0; s < STEPS; s++) {
             const __m256i x = _mm256_sign_epi8(broadcast(codes + 4 * s), steps[s]);
             const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(steps[s]), x);
             dot = _mm256_add_epi32(dot, _mm256_madd_epi16(pairs, ones));
@@ -53,7 +56,8 @@ VEC_INLINE __m256i dot_group(const __m256i steps[STEPS], const int8_t *codes, in
         return dot;
     }
     __m256i pairs = _mm256_maddubs_epi16(steps[0], broadcast(codes));
-    VEC_UNROLL for (uint32_t s = 1; s < STEPS; s++) {
+    VEC_UNROLL
+    for (uint32_t s = 1; s < STEPS; s++) {
         pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(steps[s], broadcast(codes + 4 * s)));
     }
     return _mm256_sub_epi32(_mm256_madd_epi16(pairs, ones), _mm256_set1_epi32(8 * sum));
@@ -81,19 +85,23 @@ VEC_INLINE void multiply(const cb_matmul *job, uint32_t first, uint32_t tiles, u
             }
             for (uint32_t half = 0; half < 2; half++) {
                 __m256 t[MAX_ROWS];
-                VEC_UNROLL for (uint32_t r = 0; r < rows; r++) t[r] = _mm256_setzero_ps();
+                VEC_UNROLL
+                for (uint32_t r = 0; r < rows; r++)
+                    t[r] = _mm256_setzero_ps();
                 for (uint32_t g = 0; g < TILE_GROUPS; g++) {
                     const uint64_t at = b * TILE_GROUPS + g;
                     const void *scales = weights + TILE_CODE_BYTES(bits) + (g * CB_LANES + half * 8) * 2;
                     const __m256 scale = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)scales));
                     __m256i steps[STEPS];
                     load_steps(steps, weights + g * (TILE_CODE_BYTES(bits) / TILE_GROUPS) + half * 32, bits);
-                    VEC_UNROLL for (uint32_t r = 0; r < rows; r++) {
+                    VEC_UNROLL
+                    for (uint32_t r = 0; r < rows; r++) {
                         const __m256i dot = dot_group(steps, x[r].codes + at * TILE_GROUP, x[r].sums[at], bits);
                         t[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), scale, t[r]);
                     }
                 }
-                VEC_UNROLL for (uint32_t r = 0; r < rows; r++) {
+                VEC_UNROLL
+                for (uint32_t r = 0; r < rows; r++) {
                     sum[tile][r][half] = _mm256_fmadd_ps(t[r], _mm256_set1_ps(x[r].scales[b]), sum[tile][r][half]);
                 }
             }

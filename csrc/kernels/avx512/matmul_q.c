@@ -50,7 +50,9 @@ VEC_INLINE void multiply(const cb_matmul *job, uint32_t first, uint32_t tiles, u
         for (uint32_t tile = 0; tile < tiles; tile++) {
             const uint8_t *weights = block + tile * tile_bytes;
             __m512 t[MAX_ROWS];
-            VEC_UNROLL for (uint32_t r = 0; r < rows; r++) t[r] = _mm512_setzero_ps();
+            VEC_UNROLL
+            for (uint32_t r = 0; r < rows; r++)
+                t[r] = _mm512_setzero_ps();
             if (rows < MAX_ROWS) {
                 for (uint32_t line = 0; line < TILE_BLOCK_BYTES(bits); line += 64) {
                     _mm_prefetch((const char *)((uintptr_t)weights + PREFETCH_BYTES + line), _MM_HINT_T0);
@@ -63,21 +65,26 @@ VEC_INLINE void multiply(const cb_matmul *job, uint32_t first, uint32_t tiles, u
                 const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)scales));
                 const uint8_t *codes = weights + g * (TILE_CODE_BYTES(bits) / TILE_GROUPS);
                 __m512i dot[MAX_ROWS];
-                VEC_UNROLL for (uint32_t r = 0; r < rows; r++) {
+                VEC_UNROLL
+                for (uint32_t r = 0; r < rows; r++) {
                     const __m512i pair = broadcast(x[r].sums + (at - g % 2));
                     dot[r] = _mm512_dpwssd_epi32(_mm512_setzero_si512(), correction, pair);
                 }
-                VEC_UNROLL for (uint32_t s = 0; s < STEPS; s++) {
+                VEC_UNROLL
+                for (uint32_t s = 0; s < STEPS; s++) {
                     const __m512i step = load_step(codes, s, bits);
-                    VEC_UNROLL for (uint32_t r = 0; r < rows; r++) {
+                    VEC_UNROLL
+                    for (uint32_t r = 0; r < rows; r++) {
                         dot[r] = _mm512_dpbusd_epi32(dot[r], step, broadcast(x[r].codes + at * TILE_GROUP + 4 * s));
                     }
                 }
-                VEC_UNROLL for (uint32_t r = 0; r < rows; r++) {
+                VEC_UNROLL
+                for (uint32_t r = 0; r < rows; r++) {
                     t[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[r]), scale, t[r]);
                 }
             }
-            VEC_UNROLL for (uint32_t r = 0; r < rows; r++) {
+            VEC_UNROLL
+            for (uint32_t r = 0; r < rows; r++) {
                 sum[tile][r] = _mm512_fmadd_ps(t[r], _mm512_set1_ps(x[r].scales[b]), sum[tile][r]);
             }
         }
