@@ -1,2 +1,2 @@
-/* The public header stands alone: this file is compiled as strict C11, and as C++ by the test of the build. */
+/* The public header stands alone: this file is nothing else, compiled as strict C11. */
 #include "colibri.h"

@@ -157,6 +157,29 @@ static void test_rope_table(void) {
     check(same(table, scalar, 8), "rope_table of values that are not finite");
 }
 
+/* The fixed sequences themselves: FNV-1a over many results. Other numbers here mean another contract version. */
+static void test_bits_of_the_contract(void) {
+    uint64_t hash[3] = {0xcbf29ce484222325u, 0xcbf29ce484222325u, 0xcbf29ce484222325u};
+    float table[128], frequencies[64];
+    for (uint32_t i = 0; i < 64; i++) {
+        frequencies[i] = (float)(i + 1) / 64.0f;
+    }
+    for (uint32_t i = 0; i < 200000; i++) {
+        const float exponential = cb_exp((float)i * 0x1p-10f - 95.0f), logarithm = cb_log((float)(i + 1) * 0x1p-12f);
+        uint32_t bits[3];
+        if (i % 128 == 0) {
+            kernels->rope_table(table, frequencies, 64, i * 83, 1.0f);
+        }
+        memcpy(&bits[0], &exponential, 4), memcpy(&bits[1], &logarithm, 4), memcpy(&bits[2], &table[i % 128], 4);
+        for (int j = 0; j < 3; j++) {
+            hash[j] = (hash[j] ^ bits[j]) * 0x100000001b3u;
+        }
+    }
+    check(hash[0] == 0xb5b190269453c8ecu, "exp has other bits: %016llx", (unsigned long long)hash[0]);
+    check(hash[1] == 0x4aaf3f9c54ba987cu, "log has other bits: %016llx", (unsigned long long)hash[1]);
+    check(hash[2] == 0xb152b3f37c04018du, "rope_table has other bits: %016llx", (unsigned long long)hash[2]);
+}
+
 /* ---- rows ---- */
 
 static void test_rows(uint32_t n, int kind) {
@@ -670,6 +693,7 @@ static void test_variant(void) {
     test_all_finite_finds_each_place();
     test_quantise_edges();
     test_rope_table();
+    test_bits_of_the_contract();
     test_rope();
     test_matmuls();
     test_decode_row();

@@ -1,8 +1,8 @@
 """Quantised tiny models: the C core against the reference, and both against the model in float32.
 
-Two executors whose float32 sums differ in the last bit can round an activation to neighbouring int8 codes. Such a
-step is as large as the quantisation noise itself and reaches every later value of its token, so single logits have
-no useful bound. Short timelines keep most tokens free of such steps.
+Two executors whose float32 sums differ in the last bit can round an activation to neighbouring int8 codes, or a key
+to neighbouring values of the state format. Such a step can be as large as the quantisation noise itself and reaches
+every later value of its token, so single logits have no useful bound. Short timelines keep most tokens free of it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_native_equals_reference(case: TinyCase, weights: str, state_format: str
             difference = native.session().forward(tokens) - reference.session().forward(tokens)
             differences.append(np.abs(difference).max(axis=1))
     rows = np.concatenate(differences)
-    assert np.median(rows) < 1e-5
+    assert np.median(rows) < 1e-4
     assert np.mean(rows < 2e-3) > 0.85
     assert rows.max() < 0.1
 

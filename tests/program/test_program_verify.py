@@ -8,6 +8,9 @@ from colibri.program import Entry, Op, State, Value, verify
 from colibri.program.ops import ABSENT, OPS, StateKind, ValueKind
 
 
+OP_COUNT = len(hand_built().program.ops)
+
+
 def check(built: HandBuilt, **changes) -> None:
     program = replace(built.program, **changes)
     verify(program, built.tensors(), built.expert_sets)
@@ -153,10 +156,10 @@ def test_layers_do_not_fall():
         ({"states": (State(StateKind.ATTENTION, 0, 1, 1, 0),) * 2}, "kv_heads of state 0 is 0"),
         ({"states": (State(StateKind.ATTENTION, 2, 6, 65537, 0),) * 2}, "value_dim of state 0"),
         ({"entries": (Entry("other", 0, 1, (("logits", 0),)),)}, "one entry named main"),
-        ({"entries": (Entry("main", 5, 1000, (("logits", 0),)),)}, "op count of entry main"),
-        ({"entries": (Entry("main", 0, 5, (("hidden", 0),)),)}, "one output named logits"),
-        ({"entries": (Entry("main", 0, 2, (("logits", 0),)),)}, "kind outputs"),
-        ({"entries": (Entry("main", 0, 2, (("logits", 15),)),)}, "written by no op"),
+        ({"entries": (Entry("main", 5, 1000, (("logits", 0),)),)}, "must cover all"),
+        ({"entries": (Entry("main", 0, OP_COUNT, (("hidden", 0),)),)}, "one output named logits"),
+        ({"entries": (Entry("main", 0, OP_COUNT, (("logits", 0),)),)}, "kind outputs"),
+        ({"values": (*hand_built().program.values, Value("spare", ValueKind.TOKENS, 1))}, "spare.* is written by no op"),
         ({"vocabulary_size": VOCABULARY + 1}, "row for each token"),
     ],
 )
