@@ -1,7 +1,7 @@
 # make demo        build, install into .venv and let the demo model answer
 # make check       everything CI runs
 # make check-all   check, then sanitizers and the long runs
-# make bench       decode, prompt and batch speed, beside llama.cpp where it is installed
+# make bench       decode, prompt and batch speed; LLAMA_PYTHON=... beside llama.cpp
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -54,8 +54,10 @@ sanitize: install-test
 check-all: check sanitize
 	COLIBRI_SLOW=1 COLIBRI_FUZZ=10000 $(BIN)/python -m pytest tests
 
+# LLAMA_PYTHON=interpreter with llama-cpp-python (see bench/peer_llamacpp.py) adds the peer
 bench: install
-	$(BIN)/python bench/speed.py
+	$(BIN)/pip install --quiet gguf safetensors ml_dtypes
+	$(BIN)/python bench/speed.py $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
 
 wheel: $(BIN)/python
 	$(BIN)/pip wheel --quiet --no-deps -w dist .
