@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write docs/cli.md: the --help text of every command, so that the page cannot disagree with it.
 
-    cli_page.py            write the page
-    cli_page.py --check    exit 1 if it is out of date
+cli_page.py            write the page
+cli_page.py --check    exit 1 if it is out of date
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from colibri.errors import ProgramError
 from colibri.program import Entry, Op, State, Value, verify
 from colibri.program.ops import ABSENT, OPS, StateKind, ValueKind
 
-
 OP_COUNT = len(hand_built().program.ops)
 
 
@@ -159,7 +158,7 @@ def test_layers_do_not_fall():
         ({"entries": (Entry("main", 5, 1000, (("logits", 0),)),)}, "must cover all"),
         ({"entries": (Entry("main", 0, OP_COUNT, (("hidden", 0),)),)}, "one output named logits"),
         ({"entries": (Entry("main", 0, OP_COUNT, (("logits", 0),)),)}, "kind outputs"),
-        ({"values": (*hand_built().program.values, Value("spare", ValueKind.TOKENS, 1))}, "spare.* is written by no op"),
+        ({"values": (*hand_built().program.values, Value("spare", ValueKind.TOKENS, 1))}, "spare.*written by no op"),
         ({"vocabulary_size": VOCABULARY + 1}, "row for each token"),
     ],
 )
