@@ -55,8 +55,8 @@ check-all: check sanitize
 	COLIBRI_SLOW=1 COLIBRI_FUZZ=10000 $(BIN)/python -m pytest tests
 
 # LLAMA_PYTHON=interpreter with llama-cpp-python (see bench/peer_llamacpp.py) adds the peer
-bench: install
-	$(BIN)/pip install --quiet gguf safetensors ml_dtypes
+bench: $(BIN)/python
+	$(BIN)/pip install --quiet '.[bench]'
 	$(BIN)/python bench/speed.py $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
 
 wheel: $(BIN)/python
