@@ -66,25 +66,53 @@ static void sink(uint32_t *heap, uint32_t count, uint32_t at, const float *value
     heap[at] = id;
 }
 
-/* All ids whose value is above `floor`. */
-static uint32_t make_heap(const sampler *s, const float *values, float floor) {
+/* Floats of one sign by their upper bits: 8 bins for each power of two, infinity in the last but a few. Bins are
+ * cheap to count, and leave the heap few ids to put in order. */
+#define BINS 2048
+
+static uint32_t bin_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (bits & 0x7fffffffu) >> 20;
+}
+
+/* The ids whose values lie in bins [low, high], as a heap. */
+static uint32_t make_heap(const sampler *s, const float *values, uint32_t low, uint32_t high) {
     uint32_t count = 0;
-    for (uint32_t id = 0; id < s->vocabulary; id++)
-        if (values[id] > floor)
-            s->ids[count++] = id;
+    for (uint32_t id = 0; id < s->vocabulary; id++) {
+        uint32_t bin = bin_of(values[id]);
+        s->ids[count] = id;
+        count += bin >= low && bin <= high;
+    }
     for (uint32_t i = count / 2; i-- > 0;)
         sink(s->ids, count, i, values);
     return count;
 }
 
-/* Takes the first id out and keeps it behind the heap. */
+/* A heap that holds the `wanted` largest of values that are at most 0, or all but -inf when there are fewer. */
+static uint32_t heap_of_largest(const sampler *s, const float *values, uint32_t wanted) {
+    uint32_t counts[BINS] = {0}, infinite = bin_of(__builtin_inff()), bin = 0, count = 0;
+    for (uint32_t id = 0; id < s->vocabulary; id++)
+        counts[bin_of(values[id])]++;
+    while (count + counts[bin] < wanted && bin + 1 < infinite)
+        count += counts[bin++];
+    return make_heap(s, values, 0, bin);
+}
+
 static uint32_t pop(const sampler *s, uint32_t *count, const float *values) {
     uint32_t id = s->ids[0];
     s->ids[0] = s->ids[--*count];
-    s->ids[*count] = id;
     if (*count > 0)
         sink(s->ids, *count, 0, values);
     return id;
+}
+
+/* What comes after the id `last` is dropped. */
+static void keep_until(const sampler *s, uint32_t last, float dropped) {
+    float least = s->values[last];
+    for (uint32_t id = 0; id < s->vocabulary; id++)
+        if (s->values[id] < least || (s->values[id] == least && id > last))
+            s->values[id] = dropped;
 }
 
 /* ---- the steps ---- */
@@ -111,7 +139,7 @@ static void find_log_probabilities(const sampler *s, colibri_sample_result *resu
         s->log_probabilities[id] = (s->values[id] - largest) + base;
     if (s->options->top_logprobs == 0)
         return;
-    uint32_t count = make_heap(s, s->log_probabilities, -__builtin_inff());
+    uint32_t count = heap_of_largest(s, s->log_probabilities, s->options->top_logprobs);
     for (uint32_t i = 0; i < s->options->top_logprobs; i++) {
         /* Fewer ids than asked for: the last places have probability 0. */
         bool have = count > 0;
@@ -157,11 +185,10 @@ static uint32_t largest_id(const sampler *s) {
 static void keep_top_k(const sampler *s) {
     if (s->options->top_k == 0 || s->options->top_k >= s->vocabulary)
         return;
-    uint32_t count = make_heap(s, s->values, -__builtin_inff());
+    uint32_t count = heap_of_largest(s, s->values, s->options->top_k), last = 0;
     for (uint32_t kept = 0; kept < s->options->top_k && count > 0; kept++)
-        pop(s, &count, s->values);
-    for (uint32_t i = 0; i < count; i++)
-        s->values[s->ids[i]] = -__builtin_inff();
+        last = pop(s, &count, s->values);
+    keep_until(s, last, -__builtin_inff());
 }
 
 static double sum_of(const sampler *s) {
@@ -174,13 +201,20 @@ static double sum_of(const sampler *s) {
 static void keep_top_p(const sampler *s) {
     if (s->options->top_p == 1.0f)
         return;
-    double wanted = (double)s->options->top_p * sum_of(s), sum = 0.0;
-    uint32_t count = make_heap(s, s->values, 0.0f);
-    do
-        sum += (double)s->values[pop(s, &count, s->values)];
-    while (sum < wanted && count > 0);
-    for (uint32_t i = 0; i < count; i++)
-        s->values[s->ids[i]] = 0.0f;
+    double wanted = (double)s->options->top_p * sum_of(s), sums[BINS] = {0}, sum = 0.0;
+    for (uint32_t id = 0; id < s->vocabulary; id++)
+        sums[bin_of(s->values[id])] += (double)s->values[id];
+    /* Bins add up in another order than ids do: a little more than wanted is surely enough. */
+    uint32_t low = BINS - 1;
+    while (((sum += sums[low]) < wanted * (1 + 0x1p-20) || sum == 0.0) && low > 0)
+        low--;
+    uint32_t count = make_heap(s, s->values, low, BINS - 1), last;
+    sum = 0.0;
+    do {
+        last = pop(s, &count, s->values);
+        sum += (double)s->values[last];
+    } while (sum < wanted && count > 0);
+    keep_until(s, last, 0.0f);
 }
 
 static void keep_min_p(const sampler *s, float largest) {

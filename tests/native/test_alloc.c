@@ -1,6 +1,7 @@
 /* After a session is opened nothing is allocated: every way to get memory is counted from outside.
  *
  *   test_alloc tiny.cbi */
+#include <dirent.h>
 #include <errno.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -82,6 +83,25 @@ static void start_counting(void) {}
         }                                                                                                              \
     } while (0)
 
+/* A sanitizer allocates in every thread that starts: wait until the workers have given themselves their name. */
+static void wait_for_workers(uint32_t wanted) {
+    for (uint32_t found = 0; found < wanted;) {
+        DIR *threads = opendir("/proc/self/task");
+        CHECK(threads != NULL);
+        found = 0;
+        for (struct dirent *entry; (entry = readdir(threads)) != NULL;) {
+            char name[300], comm[32] = "";
+            snprintf(name, sizeof name, "/proc/self/task/%s/comm", entry->d_name);
+            FILE *file = fopen(name, "r");
+            if (file == NULL)
+                continue;
+            found += fgets(comm, sizeof comm, file) != NULL && strcmp(comm, "colibri\n") == 0;
+            fclose(file);
+        }
+        closedir(threads);
+    }
+}
+
 enum { PROMPT = 1300, STEPS = 40, CONTEXT = 1500 };
 
 static void forward(colibri_engine *engine, colibri_item *items, uint32_t count) {
@@ -115,6 +135,7 @@ int main(int argc, char **argv) {
     CHECK(logits != NULL && scratch != NULL && saved != NULL);
     CHECK(atomic_load(&allocations) > 10); /* the counter works */
 
+    wait_for_workers(options.threads - 1);
     uint32_t before = atomic_load(&allocations);
     colibri_item items[2] = {{.session = sessions[0], .tokens = tokens, .token_count = PROMPT, .scores = scores},
                              {.session = sessions[1],

@@ -18,7 +18,7 @@ def test_unclosed_handles_are_freed() -> None:
     """Also in a cycle, where the collector may take an engine before its sessions."""
     output = run_script(
         """
-        import gc
+        import gc, time
         from pathlib import Path
         import colibri
 
@@ -26,6 +26,7 @@ def test_unclosed_handles_are_freed() -> None:
             return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
 
         def threads():
+            time.sleep(0.5)  # until the system has removed those that ended
             return len(list(Path("/proc/self/task").iterdir()))
 
         def use(cycle):
@@ -77,10 +78,12 @@ def test_a_session_keeps_its_engine_alive(tiny_file: Callable[[str], Path]) -> N
 def test_engines_share_the_threads_of_a_process() -> None:
     output = run_script(
         """
+        import time
         from pathlib import Path
         import colibri
 
         def threads():
+            time.sleep(0.5)  # until the system has removed those that ended
             return len(list(Path("/proc/self/task").iterdir()))
 
         first = colibri.Engine(threads=4)

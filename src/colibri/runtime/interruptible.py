@@ -12,6 +12,12 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+def _wait(done: threading.Event) -> None:
+    # A signal that comes just before the thread sleeps does not wake it; so it never sleeps for long.
+    while not done.wait(0.1):
+        pass
+
+
 class _Worker:
     """One thread that runs calls for the main thread, kept between calls (starting one costs more than a token)."""
 
@@ -37,13 +43,13 @@ class _Worker:
         try:
             # Inside the try: a signal is handled after `put` at the earliest, so the job always runs.
             self._jobs.put(job)
-            done.wait()
+            _wait(done)
         except BaseException:
             cancel()
             # The caller's sessions are in use until the call ends, whatever more signals come.
             while not done.is_set():
                 with suppress(KeyboardInterrupt):
-                    done.wait()
+                    _wait(done)
             undo()
             raise
         if outcome[1] is not None:
@@ -90,7 +96,7 @@ def run_abandonable(call: Callable[[], T], discard: Callable[[T], None]) -> T:
 
     try:
         threading.Thread(target=job, name="colibri-open", daemon=True).start()
-        done.wait()
+        _wait(done)
     except BaseException:
         with settled:
             abandoned = True
