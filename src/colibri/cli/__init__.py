@@ -21,6 +21,11 @@ def main() -> None:
         # A second Ctrl-C would only spoil the message.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         code = _fail("interrupted", INTERRUPTED)
+        with suppress(OSError, ValueError, AttributeError):
+            sys.stdout.flush()
+        # Not sys.exit: where the signal came inside code that an extension module ran, Python remembers it and
+        # would end by the signal after an orderly exit, with another exit status.
+        os._exit(code)
     except ColibriError as error:
         code = _fail(str(error), error.exit_code)
     except MemoryError:
