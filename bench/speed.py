@@ -3,7 +3,8 @@
 
 Makes the model once (Hugging Face folder and GGUF with identical weights), converts it, then runs
 Colibri and the peer in alternation, each in a process of its own, and prints medians and
-ratios; rows go to a CSV file. A peer that cannot run is recorded as such.
+ratios. The CSV holds every single run and the ratios, so that each printed figure can be
+checked. A peer that cannot run is recorded as such.
 
     speed.py [--shape b1] [--llama-python PYTHON] [--runs 5] [--output bench/results/speed.csv]
 
@@ -77,16 +78,14 @@ def main() -> None:
             results[name].append(run_json(command))
 
     rows: dict[str, dict] = {}
+    table: list[dict] = []
     for name, runs in results.items():
         errors = [run["error"] for run in runs if "error" in run]
-        rows[name] = {"engine": name, "error": errors[0] if errors else ""}
+        rows[name] = {"engine": name, "round": "median", "error": errors[0] if errors else ""}
         if not errors:
             rows[name] |= {figure: round(statistics.median(run[figure] for run in runs), 3) for figure in figures}
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["engine", *figures, "error"])
-        writer.writeheader()
-        writer.writerows(rows.values())
+            table += [{"engine": name, "round": i} | {f: run[f] for f in figures} for i, run in enumerate(runs, 1)]
+        table.append(rows[name])
 
     print(f"shape {arguments.shape}, {arguments.weights}, prompt {arguments.prompt}, medians of {arguments.runs} runs")
     for row in rows.values():
@@ -97,7 +96,10 @@ def main() -> None:
         if a not in rows or b not in rows or rows[a]["error"] or rows[b]["error"]:
             return
         values = [x[figure_a] / y[figure_b] for x, y in zip(results[a], results[b], strict=True)]
-        print(f"  {text}: {statistics.median(values):.2f}")
+        middle, of_medians = statistics.median(values), rows[a][figure_a] / rows[b][figure_b]
+        # Two ways to the same figure: where they differ much, the machine was too noisy to quote either.
+        print(f"  {text}: {middle:.2f} ({min(values):.2f} to {max(values):.2f}), of the medians {of_medians:.2f}")
+        table.append({"engine": text, "round": "ratio", "ratio": round(middle, 3), "of_medians": round(of_medians, 3)})
 
     decode, prompt = "decode_tokens_per_s", "prompt_tokens_per_s"
     ratio("prompt / decode", "colibri", prompt, "colibri", decode)
@@ -106,6 +108,12 @@ def main() -> None:
     ratio("decode, colibri / llama.cpp", "colibri", decode, "llama.cpp", decode)
     ratio("prompt, colibri / llama.cpp", "colibri", prompt, "llama.cpp", prompt)
     ratio("batch 8 decode, colibri / llama.cpp", "colibri batch 8", decode, "llama.cpp batch 8", decode)
+
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    with arguments.output.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["engine", "round", *figures, "ratio", "of_medians", "error"])
+        writer.writeheader()
+        writer.writerows(table)
 
 
 if __name__ == "__main__":

@@ -77,11 +77,12 @@ def test_model_files_that_cannot_be_used(command: str, demo_model: Path, tmp_pat
         "version.cbi": content[:8] + b"\x63" + content[9:],
     }
     says = {"empty.cbi": "not a .cbi file", "text.cbi": "not a .cbi file", "truncated.cbi": "truncated",
-            "header.cbi": "", "version.cbi": "version 99", "folder.cbi": "folder", "missing.cbi": "does not exist",
+            "header.cbi": "", "version.cbi": "version 99", "folder.cbi": "folder", "pipe.cbi": "not a regular file", "missing.cbi": "does not exist",
             "missing/model.cbi": "does not exist"}  # fmt: skip
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     (tmp_path / "folder.cbi").mkdir()
+    os.mkfifo(tmp_path / "pipe.cbi")
     (tmp_path / "text.txt").write_text("text")
     more = {"run": ["a prompt"], "perplexity": ["--text", tmp_path / "text.txt"]}.get(command, [])
     # Each command opens files by the same way; the long list is for one of them.

@@ -58,7 +58,8 @@ class CbiFile:
         """
         path = Path(path)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # O_NONBLOCK: opening a FIFO would wait for a writer; it is refused as no regular file instead.
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             raise ModelFileError(f"{path} does not exist; give a .cbi file made by `colibri convert`.") from None
         except OSError as error:

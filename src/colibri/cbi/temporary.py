@@ -8,6 +8,7 @@ import os
 import secrets
 from pathlib import Path
 
+from colibri.cbi.layout import MAGIC
 from colibri.errors import ModelFileError, UsageError
 
 _SUFFIX = ".partial"
@@ -30,6 +31,8 @@ class TemporaryFile:
             raise UsageError(f"{path} is not a regular file; choose another output.")
         if not path.parent.is_dir():
             raise UsageError(f"{path.parent} is not a folder; create it or choose another output.")
+        if _holds_something_else(path):
+            raise UsageError(f"{path} exists and is not a .cbi file; remove it or choose another output.")
         try:
             self._remove_stale()
             self._temporary, descriptor = self._create()
@@ -111,3 +114,15 @@ class TemporaryFile:
 
     def _failed(self, error: OSError) -> ModelFileError:
         return ModelFileError(f"{self.path} could not be written: {error.strerror}; nothing was left behind.")
+
+
+def _holds_something_else(path: Path) -> bool:
+    """Whether a model would replace what is no model: a weight shard, a config.json, any file given by mistake."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(MAGIC))
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # it cannot be told, so it stays
+    return start not in (b"", MAGIC)

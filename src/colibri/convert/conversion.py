@@ -53,7 +53,6 @@ def convert(
     threads = _thread_count(threads)
     output = Path(output)
     with open_checkpoint(Path(source)) as checkpoint:
-        _refuse_overwriting(checkpoint, output)
         recipe = recipe or recipe_named(KEEP if isinstance(checkpoint, GgufCheckpoint) else "q8")
         plan = plan_model(checkpoint)
         parts = _tokenizer_parts(checkpoint)
@@ -156,12 +155,6 @@ def _parameters(plan: ModelPlan) -> int:
     # The inverse frequencies are no parameters of the model: nobody trained them.
     weights = sum(w.source.rows * w.source.cols for w in plan.weights if w.name != "rope.inverse_frequencies")
     return weights + sum(3 * len(s.experts) * s.width * s.ffn for s in plan.expert_sets)
-
-
-def _refuse_overwriting(checkpoint: Checkpoint, output: Path) -> None:
-    files = {checkpoint.info(name).file.resolve() for name in checkpoint.names()}
-    if output.resolve() in files:
-        raise UsageError(f"{output} is a file of the checkpoint; choose another output.")
 
 
 def _thread_count(threads: int | None) -> int:
