@@ -77,7 +77,8 @@ def test_model_files_that_cannot_be_used(command: str, demo_model: Path, tmp_pat
         "version.cbi": content[:8] + b"\x63" + content[9:],
     }
     says = {"empty.cbi": "not a .cbi file", "text.cbi": "not a .cbi file", "truncated.cbi": "truncated",
-            "header.cbi": "", "version.cbi": "version 99", "folder.cbi": "folder", "pipe.cbi": "not a regular file", "missing.cbi": "does not exist",
+            "header.cbi": "", "version.cbi": "version 99", "folder.cbi": "folder", "pipe.cbi": "not a regular file",
+            "missing.cbi": "does not exist",
             "missing/model.cbi": "does not exist"}  # fmt: skip
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)

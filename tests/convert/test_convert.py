@@ -228,7 +228,7 @@ def test_arguments_that_cannot_be_used(tmp_path):
         convert(source, tmp_path)
     with pytest.raises(UsageError, match="none is not a folder"):
         convert(source, tmp_path / "none" / "out.cbi")
-    with pytest.raises(UsageError, match="exists and is not a .cbi file"):
+    with pytest.raises(UsageError, match=r"exists and is not a \.cbi file"):
         convert(source, source / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match="model_type 'gpt2'"):
         convert(write_family(tmp_path / "gpt2", "olmoe", model_type="gpt2"), out)

@@ -225,7 +225,7 @@ def test_a_scale_that_is_no_number_names_the_tensor_and_leaves_nothing(tmp_path)
 
 def test_the_source_is_not_overwritten_and_other_files_are_refused(tmp_path):
     source = write_model(tmp_path / "m.gguf", "olmoe", tensors_of("olmoe"))
-    with pytest.raises(UsageError, match="exists and is not a .cbi file"):
+    with pytest.raises(UsageError, match=r"exists and is not a \.cbi file"):
         convert(source, source)
     source.write_bytes(b"GGUF\x01" + bytes(40))
     with pytest.raises(UnsupportedModelError, match="version 1"):
