@@ -88,6 +88,8 @@ def main() -> None:
         table.append(rows[name])
 
     print(f"shape {arguments.shape}, {arguments.weights}, prompt {arguments.prompt}, medians of {arguments.runs} runs")
+    for model in (cbi, gguf):
+        print(f"  {model.name}: {model.stat().st_size / 2**20:.0f} MiB")
     for row in rows.values():
         print("  " + "  ".join(f"{key} {value}" for key, value in row.items() if value != ""))
 
