@@ -69,6 +69,13 @@ COLIBRI_API const char *colibri_cpu_name(const colibri_runtime *runtime); /* "sc
 
 /* ---- engine ---- */
 
+typedef enum colibri_io { COLIBRI_IO_AUTO = 0, COLIBRI_IO_DIRECT = 1, COLIBRI_IO_BUFFERED = 2 } colibri_io;
+
+/* CRC: every record's CRC32C on every fill. FULL: besides, SHA-256 of every record once, on its first fill. */
+typedef enum colibri_verify { COLIBRI_VERIFY_CRC = 0, COLIBRI_VERIFY_FULL = 1, COLIBRI_VERIFY_OFF = 2 } colibri_verify;
+
+typedef enum colibri_pages { COLIBRI_PAGES_OFF = 0, COLIBRI_PAGES_2M = 1, COLIBRI_PAGES_1G = 2 } colibri_pages;
+
 typedef struct colibri_engine_options {
     uint32_t max_batch_tokens; /* tokens computed together; 0: 512. More are done in several passes */
 } colibri_engine_options;

@@ -19,9 +19,10 @@ static void close_parts(colibri_engine *engine) {
 }
 
 static colibri_status open_parts(colibri_engine *engine, const char *path, uint32_t max_rows, cb_error *error) {
+    cb_store_options store_options = {.slot_bytes = UINT64_MAX};
     if (cb_model_open(path, &engine->model, error) != COLIBRI_OK ||
         cb_model_load_tensors(engine->model, &engine->tensor_bytes, error) != COLIBRI_OK ||
-        cb_expert_store_open(engine->model, &engine->store, error) != COLIBRI_OK)
+        cb_expert_store_open(engine->model, &store_options, &engine->store, error) != COLIBRI_OK)
         return error->status;
     return cb_vm_open(engine->model, engine->store, engine->runtime->kernels, engine->runtime->pool, max_rows,
                       &engine->vm, error);

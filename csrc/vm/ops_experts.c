@@ -96,7 +96,11 @@ void cb_plan_experts(cb_vm *vm, cb_arena *arena, uint64_t *worker_bytes) {
 static void fill_active(experts_job *job, active_expert *a, uint32_t expert) {
     const cb_expert_set *set = job->set;
     const cb_expert *e = &set->experts[expert];
-    const uint8_t *record = cb_expert_store_get(job->vm->store, job->op->experts.set, expert);
+    cb_store_ready ready; /* the store has room for all: the record stays */
+    cb_store_begin(job->vm->store, job->op->experts.set, &expert, 1);
+    cb_store_next(job->vm->store, &ready, 1);
+    cb_store_end(job->vm->store);
+    const uint8_t *record = ready.record;
     a->expert = expert;
     a->row_chunks = (a->count + CB_ROW_CHUNK - 1) / CB_ROW_CHUNK;
     a->gate = cb_matrix_make(record + e->part[0], e->format[0], set->ffn, set->width);

@@ -186,7 +186,7 @@ static bool open_counters(cb_vm *vm) {
     return true;
 }
 
-colibri_status cb_vm_open(const cb_model *model, const cb_expert_store *store, const cb_kernels *kernels, cb_pool *pool,
+colibri_status cb_vm_open(const cb_model *model, cb_expert_store *store, const cb_kernels *kernels, cb_pool *pool,
                           uint32_t max_rows, cb_vm **result, cb_error *error) {
     const cb_program *program = &model->program;
     *result = NULL;

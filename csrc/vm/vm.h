@@ -74,7 +74,7 @@ typedef struct cb_query_chunk {
 
 typedef struct cb_vm {
     const cb_model *model;
-    const cb_expert_store *store;
+    cb_expert_store *store;
     const cb_kernels *kernels;
     cb_pool *pool;
     uint32_t threads, max_rows;
@@ -102,7 +102,7 @@ typedef struct cb_vm {
 } cb_vm;
 
 /* UNSUPPORTED when the program uses a weight format that has no kernel. */
-colibri_status cb_vm_open(const cb_model *model, const cb_expert_store *store, const cb_kernels *kernels, cb_pool *pool,
+colibri_status cb_vm_open(const cb_model *model, cb_expert_store *store, const cb_kernels *kernels, cb_pool *pool,
                           uint32_t max_rows, cb_vm **vm, cb_error *error);
 void cb_vm_close(cb_vm *vm);
 /* Runs vm->pass, which the caller has filled. Failures go to the items of its segments. */

@@ -479,8 +479,11 @@ static void spoil_experts(colibri_engine *engine, int part, float value) {
     const cb_expert_set *set = &engine->model->sets[1];
     for (uint32_t e = 0; e < set->count; e++) {
         CHECK(set->experts[e].format[part] == CB_FORMAT_F32);
-        const uint8_t *data = cb_expert_store_get(engine->store, 1, e) + set->experts[e].part[part];
-        set_all(data, (uint64_t)set->width * set->ffn, value);
+        cb_store_ready ready;
+        cb_store_begin(engine->store, 1, &e, 1);
+        CHECK(cb_store_next(engine->store, &ready, 1) == 1);
+        cb_store_end(engine->store);
+        set_all(ready.record + set->experts[e].part[part], (uint64_t)set->width * set->ffn, value);
     }
 }
 
