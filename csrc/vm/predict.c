@@ -104,13 +104,15 @@ static bool nearly_all(const cb_vm *vm, const cb_chain *chain) {
     return (uint64_t)vm->pass.rows * chain->chosen >= (uint64_t)NEARLY_ALL * vm->model->sets[chain->set].count;
 }
 
-static bool is_trial(const cb_prediction *p) {
-    return p->tried < FIRST_PASSES ? p->tried % 2 == 0 : (p->tried % TRIAL_EVERY == 0) != (p->cost[1] > p->cost[0]);
+static bool try_guessing(const cb_prediction *p) {
+    bool pays = p->cost[1] <= p->cost[0], trial = p->tried % TRIAL_EVERY == 0;
+    return p->tried < FIRST_PASSES ? p->tried % 2 == 0 : pays != trial;
 }
 
 static void forget(const cb_vm *vm, cb_chain *chain) {
     if (chain->guessed_count > 0)
-        forget(vm, chain);
+        memset(chain->guessed, 0, vm->model->sets[chain->set].count);
+    chain->guessed_count = 0;
 }
 
 void cb_prediction_start(cb_vm *vm) {
@@ -122,7 +124,7 @@ void cb_prediction_start(cb_vm *vm) {
     if (!p->judged)
         return;
     p->started = now();
-    p->guesses = is_trial(p);
+    p->guesses = try_guessing(p);
     cb_count(p->guesses ? &p->passes : &p->skipped, 1);
 }
 
