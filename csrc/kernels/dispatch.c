@@ -49,6 +49,30 @@ static const cb_kernels tables[] = {
             .decode_row = kernel_decode_row_scalar,
         },
 #endif
+#ifdef __aarch64__
+    [CB_ISA_NEON] =
+        {
+            .isa = CB_ISA_NEON,
+            FLOAT_KERNELS(neon),
+            MATMUL(CB_FORMAT_F32, kernel_matmul_f32_neon),
+            MATMUL(CB_FORMAT_BF16, kernel_matmul_bf16_neon),
+            MATMUL(CB_FORMAT_F16, kernel_matmul_f16_neon),
+            MATMUL(CB_FORMAT_Q8_G32, kernel_matmul_q8_g32_neon),
+            MATMUL(CB_FORMAT_Q4_G32, kernel_matmul_q4_g32_neon),
+            .decode_row = kernel_decode_row_scalar,
+        },
+    [CB_ISA_I8MM] =
+        {
+            .isa = CB_ISA_I8MM,
+            FLOAT_KERNELS(neon),
+            MATMUL(CB_FORMAT_F32, kernel_matmul_f32_neon),
+            MATMUL(CB_FORMAT_BF16, kernel_matmul_bf16_neon),
+            MATMUL(CB_FORMAT_F16, kernel_matmul_f16_neon),
+            MATMUL(CB_FORMAT_Q8_G32, kernel_matmul_q8_g32_i8mm),
+            MATMUL(CB_FORMAT_Q4_G32, kernel_matmul_q4_g32_i8mm),
+            .decode_row = kernel_decode_row_scalar,
+        },
+#endif
 };
 
 const cb_kernels *cb_kernels_get(cb_isa isa) { return &tables[isa]; }

@@ -37,6 +37,11 @@ CB_DECLARE_KERNELS(scalar);
 CB_DECLARE_KERNELS(avx2);
 CB_DECLARE_KERNELS(avx512);
 #endif
+#ifdef __aarch64__
+CB_DECLARE_KERNELS(neon);
+void kernel_matmul_q8_g32_i8mm(const cb_matmul *job);
+void kernel_matmul_q4_g32_i8mm(const cb_matmul *job);
+#endif
 
 void kernel_decode_row_scalar(uint32_t format, uint32_t layout, const uint8_t *data, uint64_t cols, uint64_t row,
                               float *out);
