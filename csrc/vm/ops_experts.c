@@ -311,7 +311,7 @@ static void fail_expert(experts_job *job, const active_expert *a, const cb_error
 
 static void compute_batch(experts_job *job) {
     cb_vm *vm = job->vm;
-    cb_pool_run(vm->pool, cut_tasks(job, false), gate_up_task, job);
+    cb_run_dispatched(vm, cut_tasks(job, false), gate_up_task, job);
     if (cb_pass_abandoned(&vm->pass))
         return;
     cb_for_rows(vm, job->hidden_count, job->set->ffn, hidden_row, job);
@@ -374,6 +374,8 @@ static void run_round(experts_job *job) {
     cb_vm *vm = job->vm;
     sort_tokens(job);
     order_experts(job);
+    if (!vm->resident)
+        vm->routed = 0; /* how long reads take is told elsewhere */
     cb_judge_prediction(vm, job->op, job->s.asked, job->active_count);
     cb_store_begin(vm->store, job->op->experts.set, job->s.asked, job->active_count);
     cb_predict_experts(vm, job->op);

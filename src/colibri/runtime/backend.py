@@ -81,11 +81,42 @@ class ExpertSetStatistics:
 
 
 @dataclass(frozen=True)
+class LatencyStatistics:
+    """Seconds; the percentiles are at most a sixteenth above the true ones."""
+
+    count: int = 0
+    mean: float = 0.0
+    p50: float = 0.0
+    p99: float = 0.0
+    largest: float = 0.0
+
+
+@dataclass(frozen=True)
+class PhaseStatistics:
+    """One kind of pass: decoding (one token of each item) or prompts (any other).
+
+    Dispatch is the time from a router's output to the moment when the last thread begins its first task on the
+    experts; `dispatch_switched` has the times in which a thread had a context switch, `dispatch_missed` counts those
+    in which the others had done all the work before one came.
+    """
+
+    tokens: int
+    passes: int
+    seconds: float
+    parallel_regions: int  # times that work was shared out to the threads and waited for
+    dispatch: LatencyStatistics
+    dispatch_switched: LatencyStatistics
+    dispatch_missed: int
+    seconds_by_layer: tuple[dict[str, float], ...]  # for each layer: op -> seconds
+    seconds_outside: dict[str, float]  # ops outside any layer
+
+
+@dataclass(frozen=True)
 class Statistics:
     """Counted since the engine was opened; times are seconds of wall clock."""
 
     vm: str  # "native" or "reference"
-    cpu: str  # kernel set: scalar, avx2, avx512
+    cpu: str  # kernel set: scalar, avx2, avx512, neon, i8mm
     threads: int
     tokens: int
     passes: int
@@ -96,6 +127,7 @@ class Statistics:
     expert_bytes: int  # of these, expert slots
     scratch_bytes: int
     expert_sets: tuple[ExpertSetStatistics, ...]
+    phases: dict[str, PhaseStatistics]  # "prompt" and "decode"
     resident: bool = True  # every expert stays in memory
     is_direct: bool = False  # experts are read past the page cache
     predicted_passes: int = 0

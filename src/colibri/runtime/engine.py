@@ -59,9 +59,12 @@ class Engine:
         "off" nothing.
     prefetch_depth: predict the experts of so many coming layers and read them ahead, at most 8; None is 1, 0 off.
     mlock, huge_pages ("2M" or "1G"): memory for experts is locked, or of huge pages, if the system allows.
-    Environment: COLIBRI_CPU=scalar|avx2|avx512 forces a kernel set, COLIBRI_VM=reference runs
-    the NumPy definition of the ops instead of the core, COLIBRI_DEBUG=guard makes memory without an expert
-    inaccessible.
+    pin: keep each thread on a processor of its own (the calling thread while it computes). Two processes that may
+        use the same processors would take the same ones, so give each a mask of its own first (taskset).
+        UsageError when there are more threads than processors.
+    Environment: COLIBRI_CPU=scalar|avx2|avx512|neon|i8mm forces a kernel set, COLIBRI_VM=reference
+    runs the NumPy definition of the ops instead of the core, COLIBRI_DEBUG=guard makes memory without
+    an expert inaccessible.
     Raises ModelFileError, UsageError, OutOfMemoryError.
     """
 
@@ -72,6 +75,7 @@ class Engine:
         threads: int | None = None,
         kv: str | None = None,
         max_batch_tokens: int | None = None,
+        pin: bool = False,
         expert_cache: int | None = None,
         io_threads: int | None = None,
         io: str = "auto",
@@ -105,7 +109,7 @@ class Engine:
         self._state_format = STATE_FORMATS[kv] if kv else 0
         self._sessions: WeakSet[Session] = WeakSet()
         self._lock = threading.Lock()
-        self.backend: Backend = _open_backend(self.path, threads, options)
+        self.backend: Backend = _open_backend(self.path, threads, options, pin)
 
     def __enter__(self) -> Engine:
         return self
@@ -301,15 +305,17 @@ def _debug_guard() -> bool:
     return value == "guard"
 
 
-def _open_backend(path: Path, threads: int, options: NativeOptions) -> Backend:
+def _open_backend(path: Path, threads: int, options: NativeOptions, pin: bool) -> Backend:
     vm = os.environ.get("COLIBRI_VM", "native") or "native"
     if vm == "native":
         cpu = os.environ.get("COLIBRI_CPU", "")
         try:
-            return NativeBackend(path, threads, cpu, options)
+            return NativeBackend(path, threads, cpu, options, pin)
         except UsageError as error:
-            raise UsageError(f"COLIBRI_CPU={cpu}: {error}" if cpu else str(error)) from None
+            raise UsageError(f"COLIBRI_CPU={cpu}: {error}" if f"'{cpu}'" in str(error) else str(error)) from None
     if vm == "reference":
+        if pin:
+            raise UsageError("COLIBRI_VM=reference runs on one thread and pins none; leave pin out")
         from colibri.runtime.reference_backend import ReferenceBackend
 
         return ReferenceBackend(path)
