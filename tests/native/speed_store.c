@@ -1,6 +1,6 @@
 /* How fast the store reads records, beside threads that only read the same records past the page cache, in turn.
  *
- *   speed_store MODEL.cbi [io threads] [rounds] [slots of each size]
+ *   speed_store MODEL.cbi [io threads] [rounds] [slots of each size] [colibri_verify] [colibri_pages]
  *
  * The consumer releases every record at once. What is compared is the best and the median round of each. */
 #include <fcntl.h>
@@ -142,15 +142,23 @@ static int by_value(const void *a, const void *b) {
     return x < y ? -1 : x > y;
 }
 
-static void report(const char *name, double *rates, uint32_t rounds) {
+static double processor_seconds(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+    return (double)time.tv_sec + (double)time.tv_nsec * 1e-9;
+}
+
+static void report(const char *name, double *rates, uint32_t rounds, double cpu) {
     qsort(rates, rounds, sizeof *rates, by_value);
-    printf("%-8s best %7.1f MB/s  median %7.1f MB/s\n", name, rates[rounds - 1] / 1e6, rates[rounds / 2] / 1e6);
+    printf("%-8s best %7.1f MB/s  median %7.1f MB/s  %.1f ms of processor time a round\n", name,
+           rates[rounds - 1] / 1e6, rates[rounds / 2] / 1e6, cpu / rounds * 1e3);
 }
 
 int main(int argc, char **argv) {
     CHECK(argc >= 2);
     uint32_t threads = argc > 2 ? (uint32_t)atoi(argv[2]) : 2, rounds = argc > 3 ? (uint32_t)atoi(argv[3]) : 9;
     uint32_t slots_each = argc > 4 ? (uint32_t)atoi(argv[4]) : 32;
+    uint32_t verify = argc > 5 ? (uint32_t)atoi(argv[5]) : COLIBRI_VERIFY_CRC;
     CHECK(threads >= 1 && threads <= MOST_THREADS && rounds >= 1 && rounds <= MOST_ROUNDS);
     cb_error error = {0};
     cb_model *opened;
@@ -165,20 +173,28 @@ int main(int argc, char **argv) {
     }
     cb_slots slots;
     cb_slots_choose(&slots, model, 4096);
-    cb_store_options options = {
-        .slot_bytes = cb_slots_bytes(&slots, slots_each), .io_threads = threads, .policy = &cb_policy_least_recent};
+    cb_store_options options = {.slot_bytes = cb_slots_bytes(&slots, slots_each),
+                                .io_threads = threads,
+                                .huge_pages = argc > 6 ? (uint32_t)atoi(argv[6]) : COLIBRI_PAGES_OFF,
+                                .verify = verify,
+                                .policy = &cb_policy_least_recent};
     cb_expert_store *store;
     CHECK(cb_expert_store_open(model, &options, &store, &error) == COLIBRI_OK);
     uint32_t *experts = malloc(most * sizeof *experts);
     static double plain_rates[MOST_ROUNDS], store_rates[MOST_ROUNDS];
+    double plain_cpu = 0, store_cpu = 0;
     for (uint32_t i = 0; i < rounds; i++) {
+        double before = processor_seconds();
         plain_rates[i] = plain_rate(threads, largest);
+        plain_cpu += processor_seconds() - before;
+        before = processor_seconds();
         store_rates[i] = store_rate(store, experts);
+        store_cpu += processor_seconds() - before;
     }
     printf("%u sets, largest record %" PRIu64 " bytes, %u I/O threads, %s\n", model->set_count, largest, threads,
            cb_expert_store_is_direct(store) ? "direct" : "buffered");
-    report("plain", plain_rates, rounds);
-    report("store", store_rates, rounds);
+    report("plain", plain_rates, rounds, plain_cpu);
+    report("store", store_rates, rounds, store_cpu);
     cb_expert_store_close(store);
     printf("all in memory: a call for 8 takes %.0f ns\n", resident_nanoseconds(most < 8 ? most : 8));
     free(experts);
