@@ -242,11 +242,11 @@ colibri_status cb_vm_plan(const cb_model *model, const cb_kernels *kernels, uint
     if (open_tables(model, kernels, threads, options, &vm, error) != COLIBRI_OK)
         return error->status;
     *arena_bytes = vm->arena_bytes;
-    uint64_t counters = 2 * (model->program.layer_count + UINT64_C(1)) * CB_OP_LIMIT * sizeof(cb_counter);
-    *table_bytes = sizeof *vm + counters + model->program.op_count * sizeof *vm->ops +
-                   model->program.value_count * sizeof *vm->registers +
+    *table_bytes = sizeof *vm + model->program.value_count * sizeof *vm->registers +
                    count_gathers(&model->program) * sizeof *vm->gathered + model->set_count * sizeof *vm->sets +
                    cb_prediction_table_bytes(vm);
+    *table_bytes += model->program.op_count * sizeof *vm->ops +
+                    2 * (model->program.layer_count + UINT64_C(1)) * CB_OP_LIMIT * sizeof(cb_counter);
     for (uint32_t s = 0; s < model->set_count; s++)
         *table_bytes += model->sets[s].count * sizeof *vm->sets[s].tokens;
     cb_vm_close(vm);
@@ -281,9 +281,9 @@ void cb_vm_close(cb_vm *vm) {
     for (uint32_t s = 0; vm->sets != NULL && s < vm->model->set_count; s++)
         cb_free(vm->sets[s].tokens);
     cb_free(vm->sets);
-    cb_close_prediction(vm);
     for (int i = 0; i < 2; i++)
         cb_free(vm->phases[i].op_nanoseconds);
+    cb_close_prediction(vm);
     cb_free(vm->arena);
     cb_free(vm->gathered);
     cb_free(vm->registers);

@@ -51,6 +51,9 @@ class Engine:
     kv: format of the attention state, "f32", "f16" or "q8"; None takes the file's default.
     max_batch_tokens: tokens computed together (more are done in several passes); memory
         grows with it, the results do not change.
+    pin: keep each thread on a processor of its own (the calling thread while it computes). Two processes that may
+        use the same processors would take the same ones, so give each a mask of its own first (taskset).
+        UsageError when there are more threads than processors.
     expert_cache: bytes of memory for experts; None has room for all. With less they are read from the file
         when a layer asks for them; what is computed stays the same.
     io_threads: threads that read experts, at most 16; None is 2.
@@ -59,12 +62,9 @@ class Engine:
         "off" nothing.
     prefetch_depth: predict the experts of so many coming layers and read them ahead, at most 8; None is 1, 0 off.
     mlock, huge_pages ("2M" or "1G"): memory for experts is locked, or of huge pages, if the system allows.
-    pin: keep each thread on a processor of its own (the calling thread while it computes). Two processes that may
-        use the same processors would take the same ones, so give each a mask of its own first (taskset).
-        UsageError when there are more threads than processors.
-    Environment: COLIBRI_CPU=scalar|avx2|avx512|neon|i8mm forces a kernel set, COLIBRI_VM=reference
-    runs the NumPy definition of the ops instead of the core, COLIBRI_DEBUG=guard makes memory without
-    an expert inaccessible.
+    Environment: COLIBRI_CPU=scalar|avx2|avx512|neon|i8mm forces a kernel set, COLIBRI_VM=reference runs
+    the NumPy definition of the ops instead of the core, COLIBRI_DEBUG=guard makes memory without an expert
+    inaccessible.
     Raises ModelFileError, UsageError, OutOfMemoryError.
     """
 

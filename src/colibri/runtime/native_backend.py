@@ -168,7 +168,7 @@ class NativeSession:
 class NativeBackend:
     """A model in the C core."""
 
-    def __init__(self, path: Path, threads: int, cpu: str, options: NativeOptions, pin: bool = False):
+    def __init__(self, path: Path, threads: int, cpu: str, options: NativeOptions, pin: bool):
         self._runtime = runtime = _Runtime.shared(threads, cpu, pin)
         self._lock = threading.Lock()
         self._handle = run_abandonable(lambda: _open_engine(runtime, path, options), library.colibri_engine_close)
@@ -378,7 +378,7 @@ def plan_memory(
 
     Raises ModelFileError, UnsupportedModelError, UsageError.
     """
-    runtime = _Runtime.shared(threads, cpu, False)
+    runtime = _Runtime.shared(threads, cpu, pin=False)
     given, session = _native_options(options), native.SessionOptions(context, state_format)
     plan, message = native.MemoryPlan(), native.message_buffer()
     status = library.colibri_plan_memory(
