@@ -54,7 +54,9 @@ typedef enum colibri_state_format {
 
 typedef struct colibri_runtime_options {
     uint32_t threads; /* 0: from affinity, cgroup quota and physical cores */
-    const char *cpu;  /* NULL: the best; "scalar", "avx2", "avx512": exactly that or UNSUPPORTED */
+    /* NULL: the best; "scalar", "avx2", "avxvnni", "avx512", "amx": exactly that or UNSUPPORTED. "amx" also needs the
+     * kernel's permission, asked for here once and for the whole process (the one change made to it). */
+    const char *cpu;
     /* NULL: "/"; where to look for /proc and /sys when counting processors (tests) */
     const char *system_root;
 } colibri_runtime_options;
@@ -184,7 +186,7 @@ typedef struct colibri_stats {
     uint64_t passes;                           /* walks over the program */
     uint64_t nanoseconds;                      /* in colibri_forward_batch */
     uint64_t op_nanoseconds[COLIBRI_OP_KINDS]; /* by op number */
-    char cpu[16];                              /* variant chosen: "scalar", "avx2", "avx512" */
+    char cpu[16];                              /* variant chosen: "scalar", "avx2", ... */
     char matmul[16][32];                       /* kernel that ran, by format id; empty: none yet */
 } colibri_stats;
 

@@ -38,8 +38,8 @@ class Engine:
     kv: format of the attention state, "f32", "f16" or "q8"; None takes the file's default.
     max_batch_tokens: tokens computed together (more are done in several passes); memory
         grows with it, the results do not change.
-    Environment: COLIBRI_CPU=scalar|avx2|avx512 forces a kernel set, COLIBRI_VM=reference runs
-    the NumPy definition of the ops instead of the core.
+    Environment: COLIBRI_CPU=scalar|avx2|avxvnni|avx512|amx forces a kernel set, COLIBRI_VM=reference
+    runs the NumPy definition of the ops instead of the core.
     Raises ModelFileError, UsageError, OutOfMemoryError.
     """
 
