@@ -11,8 +11,7 @@
     .add_scaled = kernel_add_scaled_##isa, .softmax = kernel_softmax_##isa, .rope_table = kernel_rope_table_##isa,     \
     .rope = kernel_rope_##isa, .attention_block = kernel_attention_block_##isa,                                        \
     .attention_merge = kernel_attention_merge_##isa, .attention_finish = kernel_attention_finish_##isa,                \
-    .put_key = kernel_put_key_##isa, .put_value = kernel_put_value_##isa, .get_keys = kernel_get_keys_##isa,           \
-    .get_values = kernel_get_values_##isa
+    .put_key = kernel_put_key_##isa, .put_value = kernel_put_value_##isa
 
 static const cb_kernels tables[] = {
     [CB_ISA_SCALAR] =

@@ -30,11 +30,7 @@
     bool kernel_put_key_##isa(uint32_t format, void *block, float *scales, uint32_t slot, const float *key,            \
                               uint32_t key_dim);                                                                       \
     bool kernel_put_value_##isa(uint32_t format, void *block, float *scales, uint32_t slot, const float *value,        \
-                                uint32_t value_dim);                                                                   \
-    void kernel_get_keys_##isa(uint32_t format, const void *block, const float *scales, uint32_t keys, float *tile,    \
-                               uint32_t key_dim);                                                                      \
-    void kernel_get_values_##isa(uint32_t format, const void *block, const float *scales, uint32_t keys, float *tile,  \
-                                 uint32_t value_dim)
+                                uint32_t value_dim)
 
 CB_DECLARE_KERNELS(scalar);
 #ifdef __x86_64__

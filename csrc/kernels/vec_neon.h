@@ -13,6 +13,7 @@
 #define VEC_CHAINS 4 /* of four registers each: 16 accumulators, latency 4 x 4 fma a cycle on the widest cores */
 #define VEC_ATTENTION_ROWS 4
 #define VEC_ATTENTION_WIDTH 1
+#define VEC_ATTENTION_PAIR_WIDTH 2
 
 typedef struct vec {
     float32x4_t a, b, c, d;

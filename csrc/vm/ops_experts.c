@@ -276,7 +276,7 @@ static void report(experts_job *job, const uint8_t *failed, const char *what) {
 static void run_round(experts_job *job) {
     cb_vm *vm = job->vm;
     sort_tokens(job);
-    cb_pool_run(vm->pool, cut_tasks(job, false), gate_up_task, job);
+    cb_run_dispatched(vm, cut_tasks(job, false), gate_up_task, job);
     if (cb_pass_abandoned(&vm->pass))
         return;
     cb_for_rows(vm, job->slot_count, job->set->ffn, hidden_row, job);

@@ -274,6 +274,16 @@ static void test_count_cores(void) {
     put("/sys/devices/system/cpu/online", "5\n");
     CHECK(cb_count_threads(root) == 1);
     clear_root();
+    /* To pin to: one of each core first. */
+    put_processors(8, 2);
+    uint32_t processors[9] = {0};
+    static const uint32_t expected[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    CHECK(cb_choose_processors(root, 9, processors) == 8 && memcmp(processors, expected, sizeof expected) == 0);
+    put("/sys/devices/system/cpu/online", "1,5-7\n"); /* 1 and 5 share a core */
+    CHECK(cb_choose_processors(root, 3, processors) == 3);
+    CHECK(processors[0] == 1 && processors[1] == 6 && processors[2] == 7);
+    CHECK(cb_choose_processors(root, 4, processors) == 4 && processors[3] == 5);
+    clear_root();
     put("/sys/devices/system/cpu/online", "0-3\n");
     CHECK(cb_count_threads(root) == 4);
     clear_root();
@@ -318,7 +328,7 @@ static void count_task(void *context, uint32_t task, uint32_t worker) {
 static cb_pool *open_pool(uint32_t threads) {
     cb_pool *pool;
     cb_error error;
-    CHECK(cb_pool_open(threads, &pool, &error) == COLIBRI_OK);
+    CHECK(cb_pool_open(threads, NULL, &pool, &error) == COLIBRI_OK);
     CHECK(cb_pool_threads(pool) == threads);
     return pool;
 }
@@ -453,10 +463,12 @@ static void test_pool_idle(void) {
         static tally t;
         t.threads = thread_counts[i];
         cb_pool_run(pool, 8, count_task, &t);
+        cb_pool_begin(pool); /* and that there will be work soon is believed for a moment only */
         usleep(5000);
         double before = cpu_milliseconds();
         usleep(200000);
         CHECK(cpu_milliseconds() - before < 20);
+        cb_pool_end(pool);
         cb_pool_close(pool);
     }
 }
@@ -490,11 +502,11 @@ static uint32_t count_tasks_of_process(void) {
 static void test_pool_failure(void) {
     cb_pool *pool;
     cb_error error;
-    CHECK(cb_pool_open(0, &pool, &error) == COLIBRI_INVALID);
+    CHECK(cb_pool_open(0, NULL, &pool, &error) == COLIBRI_INVALID);
     uint32_t before = count_tasks_of_process();
     for (int allowed = 0; allowed < 4; allowed++) {
         threads_allowed = allowed;
-        CHECK(cb_pool_open(5, &pool, &error) == COLIBRI_OUT_OF_MEMORY);
+        CHECK(cb_pool_open(5, NULL, &pool, &error) == COLIBRI_OUT_OF_MEMORY);
         CHECK(pool == NULL);
         char expected[64];
         snprintf(expected, sizeof expected, "thread %d of 5 could not be started", allowed + 2);

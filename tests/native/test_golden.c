@@ -206,11 +206,43 @@ static void rope(void) {
     finish("rope", cb_isa_name(kernels->isa));
 }
 
-static void attention(void) {
+static const char *const state_names[] = {
+    [COLIBRI_STATE_F32] = "f32", [COLIBRI_STATE_F16] = "f16", [COLIBRI_STATE_Q8] = "q8"};
+
+/* What rows become in a block. */
+static void state(uint32_t format) {
+    enum { DIM = 36 };
+    static uint8_t keys[64 * DIM * 4], values[64 * DIM * 4];
+    float row[DIM], key_scales[64] = {0}, value_scales[64] = {0};
+    char name[NAME_SIZE];
+    snprintf(name, sizeof name, "state %s", state_names[format]);
+    start(name);
+    memset(keys, 0, sizeof keys), memset(values, 0, sizeof values);
+    for (uint32_t slot = 0; slot < 64; slot++) {
+        fill(row, DIM, (int)(slot % KINDS));
+        if (slot % KINDS == SMALL) { /* where float16 becomes denormal, ties included */
+            for (uint32_t d = 0; d < DIM; d++) {
+                row[d] = (float)((int32_t)(random_u32() % 8192) - 4096) * 0x1p-26f;
+            }
+        }
+        add_number(kernels->put_key(format, keys, key_scales, slot, row, DIM));
+        add_number(kernels->put_value(format, values, value_scales, slot, row, DIM));
+    }
+    cb_sha256_add(&hash, keys, sizeof keys), cb_sha256_add(&hash, values, sizeof values);
+    add_floats(key_scales, 64), add_floats(value_scales, 64);
+    finish(name, cb_isa_name(kernels->isa));
+}
+
+/* Two splits of three blocks, merged. */
+static void attention(uint32_t format) {
     enum { ROWS = 9, KEY = 20, VALUE = 36 };
-    float q[ROWS * KEY], k[KEY * 64], v[64 * VALUE], out[2][ROWS * VALUE], m[2][ROWS], l[2][ROWS];
+    static uint8_t k[KEY * 64 * 4], v[64 * VALUE * 4];
+    float q[ROWS * KEY], key_scales[64], value_scales[64], x[VALUE];
+    float out[2][ROWS * VALUE], m[2][ROWS], l[2][ROWS];
     uint8_t first[ROWS], last[ROWS];
-    start("attention");
+    char name[NAME_SIZE];
+    snprintf(name, sizeof name, "attention %s", state_names[format]);
+    start(name);
     for (uint32_t round = 0; round < 4; round++) {
         fill(q, ROWS * KEY, PLAIN);
         for (int split = 0; split < 2; split++) {
@@ -223,7 +255,11 @@ static void attention(void) {
                     first[row] = (uint8_t)(round == 0 ? 0 : random_u32() % 40);
                     last[row] = (uint8_t)(round == 0 ? 64 : random_u32() % 65);
                 }
-                fill(k, KEY * 64, PLAIN), fill(v, 64 * VALUE, PLAIN);
+                for (uint32_t slot = 0; slot < 64; slot++) {
+                    fill(x, VALUE, PLAIN);
+                    kernels->put_key(format, k, key_scales, slot, x, KEY);
+                    kernels->put_value(format, v, value_scales, slot, x, VALUE);
+                }
                 const cb_attention_block job = {.q = q,
                                                 .q_stride = KEY,
                                                 .k = k,
@@ -237,7 +273,10 @@ static void attention(void) {
                                                 .m = m[split],
                                                 .l = l[split],
                                                 .out = out[split],
-                                                .out_stride = VALUE};
+                                                .out_stride = VALUE,
+                                                .format = format,
+                                                .key_scales = key_scales,
+                                                .value_scales = value_scales};
                 kernels->attention_block(&job);
             }
             add_floats(m[split], ROWS), add_floats(l[split], ROWS), add_floats(out[split], ROWS * VALUE);
@@ -249,42 +288,7 @@ static void attention(void) {
         }
         add_floats(m[0], ROWS), add_floats(l[0], ROWS), add_floats(out[0], ROWS * VALUE);
     }
-    finish("attention", cb_isa_name(kernels->isa));
-}
-
-/* What rows become in a block, then what is read from it. */
-static void state(void) {
-    static const char *const names[] = {"f32", "f16", "q8"};
-    enum { DIM = 36 };
-    static uint8_t keys[64 * DIM * 4], values[64 * DIM * 4];
-    float row[DIM], key_scales[64] = {0}, value_scales[64] = {0}, tile[64 * DIM];
-    for (uint32_t format = COLIBRI_STATE_F32; format <= COLIBRI_STATE_Q8; format++) {
-        char name[NAME_SIZE];
-        snprintf(name, sizeof name, "put %s", names[format - COLIBRI_STATE_F32]);
-        start(name);
-        memset(keys, 0, sizeof keys), memset(values, 0, sizeof values);
-        for (uint32_t slot = 0; slot < 64; slot++) {
-            fill(row, DIM, (int)(slot % KINDS));
-            if (slot % KINDS == SMALL) { /* where float16 becomes denormal, ties included */
-                for (uint32_t d = 0; d < DIM; d++) {
-                    row[d] = (float)((int32_t)(random_u32() % 8192) - 4096) * 0x1p-26f;
-                }
-            }
-            add_number(kernels->put_key(format, keys, key_scales, slot, row, DIM));
-            add_number(kernels->put_value(format, values, value_scales, slot, row, DIM));
-        }
-        cb_sha256_add(&hash, keys, sizeof keys), cb_sha256_add(&hash, values, sizeof values);
-        add_floats(key_scales, 64), add_floats(value_scales, 64);
-        finish(name, cb_isa_name(kernels->isa));
-
-        snprintf(name, sizeof name, "get %s", names[format - COLIBRI_STATE_F32]);
-        start(name);
-        kernels->get_values(format, values, value_scales, 64, tile, DIM);
-        add_floats(tile, 64 * DIM);
-        kernels->get_keys(format, keys, key_scales, 64, tile, DIM);
-        add_floats(tile, 64 * DIM);
-        finish(name, cb_isa_name(kernels->isa));
-    }
+    finish(name, cb_isa_name(kernels->isa));
 }
 
 /* Random bytes are a matrix in every format; scales and halves only lose their largest exponents. */
@@ -353,13 +357,15 @@ static void scalar_functions(void) {
 }
 
 /* A kernel that was added to the table is not forgotten here. */
-_Static_assert(sizeof(cb_kernels) == (1 + 2 * CB_FORMAT_LIMIT + 19) * sizeof(void *), "new kernels need inputs here");
+_Static_assert(sizeof(cb_kernels) == (1 + 2 * CB_FORMAT_LIMIT + 17) * sizeof(void *), "new kernels need inputs here");
 
 static void all_kernels(void) {
     rows();
     rope();
-    attention();
-    state();
+    for (uint32_t format = COLIBRI_STATE_F32; format <= COLIBRI_STATE_Q8; format++) {
+        state(format);
+        attention(format);
+    }
     for (uint32_t format = 0; format < CB_FORMAT_LIMIT; format++) {
         if (kernels->matmul[format] != NULL) {
             matmul(format);
@@ -378,7 +384,6 @@ static void expect(colibri_status status, const char *message) {
 /* A prompt at once, then tokens drawn one by one: every logit, and every token. */
 static void model(const char *path, const char *cpu, uint32_t threads) {
     enum { PROMPT = 20, DRAWN = 8 };
-    static const char *const names[] = {"model f32 state", "model f16 state", "model q8 state"};
     char message[COLIBRI_MESSAGE_SIZE] = "";
     const colibri_runtime_options options = {.threads = threads, .cpu = cpu};
     colibri_runtime *runtime;
@@ -394,7 +399,8 @@ static void model(const char *path, const char *cpu, uint32_t threads) {
         give_up("out of memory");
     }
     for (uint32_t format = COLIBRI_STATE_F32; format <= COLIBRI_STATE_Q8; format++) {
-        const char *name = names[format - COLIBRI_STATE_F32];
+        char name[NAME_SIZE];
+        snprintf(name, sizeof name, "model %s state", state_names[format]);
         const colibri_session_options session_options = {.context = PROMPT + DRAWN, .state_format = format};
         const colibri_sampling sampling = {
             .temperature = 1.0f, .top_p = 0.95f, .repetition_penalty = 1.1f, .top_logprobs = 3, .seed = 7};

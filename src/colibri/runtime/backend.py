@@ -27,6 +27,37 @@ class ExpertSetStatistics:
 
 
 @dataclass(frozen=True)
+class LatencyStatistics:
+    """Seconds; the percentiles are at most a sixteenth above the true ones."""
+
+    count: int = 0
+    mean: float = 0.0
+    p50: float = 0.0
+    p99: float = 0.0
+    largest: float = 0.0
+
+
+@dataclass(frozen=True)
+class PhaseStatistics:
+    """One kind of pass: decoding (one token of each item) or prompts (any other).
+
+    Dispatch is the time from a router's output to the moment when the last thread begins its first task on the
+    experts; `dispatch_switched` has the times in which a thread had a context switch, `dispatch_missed` counts those
+    in which the others had done all the work before one came.
+    """
+
+    tokens: int
+    passes: int
+    seconds: float
+    parallel_regions: int  # times that work was shared out to the threads and waited for
+    dispatch: LatencyStatistics
+    dispatch_switched: LatencyStatistics
+    dispatch_missed: int
+    seconds_by_layer: tuple[dict[str, float], ...]  # for each layer: op -> seconds
+    seconds_outside: dict[str, float]  # ops outside any layer
+
+
+@dataclass(frozen=True)
 class Statistics:
     """Counted since the engine was opened; times are seconds of wall clock."""
 
@@ -42,6 +73,7 @@ class Statistics:
     expert_bytes: int
     scratch_bytes: int
     expert_sets: tuple[ExpertSetStatistics, ...]
+    phases: dict[str, PhaseStatistics]  # "prompt" and "decode"
 
 
 @dataclass(frozen=True)

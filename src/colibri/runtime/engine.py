@@ -38,6 +38,9 @@ class Engine:
     kv: format of the attention state, "f32", "f16" or "q8"; None takes the file's default.
     max_batch_tokens: tokens computed together (more are done in several passes); memory
         grows with it, the results do not change.
+    pin: keep each thread on a processor of its own (the calling thread while it computes). Two processes that may
+        use the same processors would take the same ones, so give each a mask of its own first (taskset).
+        UsageError when there are more threads than processors.
     Environment: COLIBRI_CPU=scalar|avx2|avx512|neon|i8mm forces a kernel set, COLIBRI_VM=reference
     runs the NumPy definition of the ops instead of the core.
     Raises ModelFileError, UsageError, OutOfMemoryError.
@@ -50,6 +53,7 @@ class Engine:
         threads: int | None = None,
         kv: str | None = None,
         max_batch_tokens: int | None = None,
+        pin: bool = False,
     ):
         threads = _whole("threads", threads, 1, 1024)
         max_batch_tokens = _whole("max_batch_tokens", max_batch_tokens, 1, 4096)
@@ -64,7 +68,7 @@ class Engine:
         self._state_format = STATE_FORMATS[kv] if kv else 0
         self._sessions: WeakSet[Session] = WeakSet()
         self._lock = threading.Lock()
-        self.backend: Backend = _open_backend(self.path, threads, max_batch_tokens)
+        self.backend: Backend = _open_backend(self.path, threads, max_batch_tokens, pin)
 
     def __enter__(self) -> Engine:
         return self
@@ -247,15 +251,17 @@ def _whole(name: str, value: int | None, low: int, high: int) -> int:
     return value
 
 
-def _open_backend(path: Path, threads: int, max_batch_tokens: int) -> Backend:
+def _open_backend(path: Path, threads: int, max_batch_tokens: int, pin: bool) -> Backend:
     vm = os.environ.get("COLIBRI_VM", "native") or "native"
     if vm == "native":
         cpu = os.environ.get("COLIBRI_CPU", "")
         try:
-            return NativeBackend(path, threads, cpu, max_batch_tokens)
+            return NativeBackend(path, threads, cpu, max_batch_tokens, pin)
         except UsageError as error:
-            raise UsageError(f"COLIBRI_CPU={cpu}: {error}" if cpu else str(error)) from None
+            raise UsageError(f"COLIBRI_CPU={cpu}: {error}" if f"'{cpu}'" in str(error) else str(error)) from None
     if vm == "reference":
+        if pin:
+            raise UsageError("COLIBRI_VM=reference runs on one thread and pins none; leave pin out")
         from colibri.runtime.reference_backend import ReferenceBackend
 
         return ReferenceBackend(path)

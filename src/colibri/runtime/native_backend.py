@@ -18,7 +18,7 @@ from colibri.errors import BusyError, ColibriError, OutOfMemoryError, UsageError
 from colibri.program.ops import BY_NUMBER
 from colibri.quantize.formats import FORMATS
 from colibri.runtime import native
-from colibri.runtime.backend import ExpertSetStatistics, ForwardItem, Statistics
+from colibri.runtime.backend import ExpertSetStatistics, ForwardItem, LatencyStatistics, PhaseStatistics, Statistics
 from colibri.runtime.interruptible import run_abandonable
 from colibri.runtime.native import library
 
@@ -28,25 +28,25 @@ _LOGITS_MODES = {"none": 0, "last": 1, "all": 2}
 class _Runtime:
     """Threads shared by all engines of a process that ask for the same count and CPU; freed with the last of them."""
 
-    _open: ClassVar[weakref.WeakValueDictionary[tuple[int, int, str], _Runtime]] = weakref.WeakValueDictionary()
+    _open: ClassVar[weakref.WeakValueDictionary[tuple[int, int, str, bool], _Runtime]] = weakref.WeakValueDictionary()
     _lock = threading.Lock()
 
-    def __init__(self, threads: int, cpu: str):
+    def __init__(self, threads: int, cpu: str, pin: bool):
         self.handle = c.c_void_p()
-        options = native.RuntimeOptions(threads, cpu.encode() or None, None)
+        options = native.RuntimeOptions(threads, cpu.encode() or None, None, pin)
         message = native.message_buffer()
         status = library.colibri_init(c.byref(options), c.byref(self.handle), message, len(message))
         native.check(status, message, UsageError)
         _at_collection(self, library.colibri_free, self.handle)
 
     @classmethod
-    def shared(cls, threads: int, cpu: str) -> _Runtime:
+    def shared(cls, threads: int, cpu: str, pin: bool) -> _Runtime:
         # The process id is part of the key: a forked child must not use its parent's threads.
-        key = (os.getpid(), threads, cpu)
+        key = (os.getpid(), threads, cpu, pin)
         with cls._lock:
             runtime = cls._open.get(key)
             if runtime is None:
-                runtime = cls._open[key] = cls(threads, cpu)
+                runtime = cls._open[key] = cls(threads, cpu, pin)
             return runtime
 
 
@@ -157,8 +157,8 @@ class NativeSession:
 class NativeBackend:
     """A model in the C core."""
 
-    def __init__(self, path: Path, threads: int, cpu: str, max_batch_tokens: int):
-        self._runtime = runtime = _Runtime.shared(threads, cpu)
+    def __init__(self, path: Path, threads: int, cpu: str, max_batch_tokens: int, pin: bool):
+        self._runtime = runtime = _Runtime.shared(threads, cpu, pin)
         self._lock = threading.Lock()
         self._handle = run_abandonable(
             lambda: _open_engine(runtime, path, max_batch_tokens), library.colibri_engine_close
@@ -268,6 +268,25 @@ class NativeBackend:
             expert_bytes=self._info.expert_bytes,
             scratch_bytes=self._info.scratch_bytes,
             expert_sets=tuple(sets),
+            phases={name: self._phase(number, stats.phases[number]) for number, name in enumerate(native.PHASES)},
+        )
+
+    def _phase(self, number: int, stats: native.PhaseStats) -> PhaseStatistics:
+        profile = np.zeros((self._info.layer_count + 1, native.OP_KINDS), np.uint64)
+        library.colibri_get_profile(self.handle, number, profile.ctypes.data)
+        *layers, outside = [
+            {BY_NUMBER[op].name: float(row[op]) * 1e-9 for op in np.flatnonzero(row).tolist()} for row in profile
+        ]
+        return PhaseStatistics(
+            tokens=stats.tokens,
+            passes=stats.passes,
+            seconds=stats.nanoseconds * 1e-9,
+            parallel_regions=stats.parallel_regions,
+            dispatch=_latency(stats.dispatch),
+            dispatch_switched=_latency(stats.dispatch_switched),
+            dispatch_missed=stats.dispatch_missed,
+            seconds_by_layer=tuple(layers),
+            seconds_outside=outside,
         )
 
     def close(self) -> None:
@@ -279,6 +298,11 @@ class NativeBackend:
             self._finalizer.detach()
             self._handle = c.c_void_p()
             del self._runtime
+
+
+def _latency(stats: native.Latency) -> LatencyStatistics:
+    mean = stats.sum / stats.count if stats.count else 0.0
+    return LatencyStatistics(stats.count, mean * 1e-9, stats.p50 * 1e-9, stats.p99 * 1e-9, stats.largest * 1e-9)
 
 
 def _open_engine(runtime: _Runtime, path: Path, max_batch_tokens: int) -> c.c_void_p:
