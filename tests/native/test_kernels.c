@@ -182,6 +182,15 @@ static void test_bits_of_the_contract(void) {
 
 /* ---- rows ---- */
 
+static bool all_finite(const float *x, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) {
+        if (!isfinite(x[i])) {
+            return false;
+        }
+    }
+    return true;
+}
+
 static void test_rows(uint32_t n, int kind) {
     float *x = filled(n, kind), *w = filled(n, PLAIN), *got = floats(n), *expected = floats(n);
     const char *names[] = {"plain", "tiny", "huge", "zeros", "nan", "infinity", "any bits"};
@@ -189,7 +198,8 @@ static void test_rows(uint32_t n, int kind) {
     for (uint32_t i = 0; i < n; i++) {
         expected[i] = x[i] + w[i];
     }
-    kernels->add(got, x, w, n);
+    bool finite = kernels->add(got, x, w, n);
+    check(finite == all_finite(expected, n), "add tells if it is finite n=%u %s", n, names[kind]);
     check(same(got, expected, n), "add n=%u %s", n, names[kind]);
     memcpy(got, x, n * sizeof(float));
     kernels->add(got, got, w, n);
@@ -198,7 +208,8 @@ static void test_rows(uint32_t n, int kind) {
     for (uint32_t i = 0; i < n; i++) {
         expected[i] = x[i] < -0.5f ? -0.5f : x[i] > 0.25f ? 0.25f : x[i];
     }
-    kernels->clamp(got, x, -0.5f, 0.25f, n);
+    finite = kernels->clamp(got, x, -0.5f, 0.25f, n);
+    check(finite == all_finite(x, n), "clamp tells if x is finite n=%u %s", n, names[kind]);
     check(same(got, expected, n), "clamp n=%u %s", n, names[kind]);
 
     for (uint32_t i = 0; i < n; i++) {
@@ -226,12 +237,13 @@ static void test_rows(uint32_t n, int kind) {
     for (uint32_t i = 0; i < n; i++) {
         partial[i % 16] = fmaf(x[i], x[i], partial[i % 16]);
     }
-    const float factor = 1.0f / sqrtf(naive_sum(partial, 16) / (float)n + 1e-6f);
+    const float squares = naive_sum(partial, 16), factor = 1.0f / sqrtf(squares / (float)n + 1e-6f);
     for (uint32_t i = 0; i < n; i++) {
         expected[i] = x[i] * factor;
         expected[i] = expected[i] * w[i];
     }
-    kernels->rms_norm(got, x, w, n, 1e-6f);
+    finite = kernels->rms_norm(got, x, w, n, 1e-6f);
+    check(finite == (bool)isfinite(squares), "rms_norm tells of the sum of squares n=%u %s", n, names[kind]);
     check(same(got, expected, n), "rms_norm n=%u %s", n, names[kind]);
 
     float largest = -INFINITY;
@@ -249,7 +261,7 @@ static void test_rows(uint32_t n, int kind) {
     kernels->softmax(got, n);
     check(same(got, expected, n), "softmax n=%u %s", n, names[kind]);
 
-    bool finite = true;
+    finite = true;
     for (uint32_t i = 0; i < n; i++) {
         finite = finite && isfinite(x[i]);
     }
@@ -579,12 +591,36 @@ static void test_attention_means_softmax(void) {
                 expected[d] += exp(0.5 * score) * (double)v[key / 64][key % 64][d];
             }
         }
-        kernels->attention_finish(y, out[row], l[row], DIM);
+        check(kernels->attention_finish(y, out[row], l[row], DIM), "attention_finish is finite");
         for (int d = 0; d < DIM; d++) {
             check(y[d] == out[row][d] * (1.0f / l[row]), "attention_finish");
             check(fabs((double)y[d] - expected[d] / sum) < 2e-6, "attention is not softmax: %a %a", (double)y[d],
                   expected[d] / sum);
         }
+    }
+}
+
+/* One score of many that is not finite shows in the result, also where its weight would be 0, unless it is not seen. */
+static void test_attention_hides_nothing(void) {
+    enum { DIM = 16 };
+    static const float bad[] = {NAN, INFINITY, -INFINITY, -3e38f};
+    for (uint32_t i = 0; i < 4 * 64; i++) {
+        const uint32_t place = i % 64;
+        float q[DIM] = {2.0f}, k[DIM][64], v[64][DIM], out[DIM] = {0}, y[DIM], m = -INFINITY, l = 0.0f;
+        fill(&k[0][0], DIM * 64, PLAIN), fill(&v[0][0], 64 * DIM, PLAIN);
+        k[0][place] = bad[i / 64]; /* -3e38 times 2 overflows */
+        const uint8_t first = 3, last = 60;
+        const cb_attention_block job = {q, DIM, &k[0][0], &v[0][0], DIM, DIM, 0.5f, 1, &first, &last, &m, &l, out, DIM};
+        kernels->attention_block(&job);
+        const bool seen = place >= first && place < last;
+        check((bool)isnan(l) == seen, "attention with %g at key %u", (double)bad[i / 64], place);
+        check(kernels->attention_finish(y, out, l, DIM) != seen, "attention_finish with %g", (double)bad[i / 64]);
+        float out2[DIM] = {1.0f}, m2 = 0.0f, l2 = 1.0f; /* and a merge, from either side, keeps it */
+        memcpy(y, out, sizeof y);
+        kernels->attention_merge(&m2, &l2, out2, m, l, out, DIM);
+        check((bool)isnan(l2) == seen, "attention_merge of %g", (double)bad[i / 64]);
+        kernels->attention_merge(&m, &l, y, 0.0f, 1.0f, out2, DIM);
+        check((bool)isnan(l) == seen, "attention_merge into %g", (double)bad[i / 64]);
     }
 }
 
@@ -628,6 +664,7 @@ static void test_attentions(void) {
         test_attention_merge(dims[i]);
     }
     test_attention_means_softmax();
+    test_attention_hides_nothing();
 }
 
 /* ---- state ---- */
