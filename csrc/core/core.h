@@ -43,7 +43,7 @@ uint32_t cb_crc32c(uint32_t crc, const void *data, uint64_t size); /* start with
 
 /* ---- CPU (cpu.c) ---- */
 
-typedef enum cb_isa { CB_ISA_SCALAR, CB_ISA_AVX2, CB_ISA_AVX512, CB_ISA_COUNT } cb_isa;
+typedef enum cb_isa { CB_ISA_SCALAR, CB_ISA_AVX2, CB_ISA_AVX512, CB_ISA_NEON, CB_ISA_I8MM, CB_ISA_COUNT } cb_isa;
 
 const char *cb_isa_name(cb_isa isa);
 bool cb_isa_supported(cb_isa isa);

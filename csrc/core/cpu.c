@@ -6,9 +6,11 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
 #endif
 
-static const char *const names[CB_ISA_COUNT] = {"scalar", "avx2", "avx512"};
+static const char *const names[CB_ISA_COUNT] = {"scalar", "avx2", "avx512", "neon", "i8mm"};
 
 const char *cb_isa_name(cb_isa isa) { return names[isa]; }
 
@@ -32,8 +34,16 @@ bool cb_isa_supported(cb_isa isa) {
     __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
     if (isa == CB_ISA_AVX2)
         return has(saved, XCR0_YMM);
-    return has(saved, XCR0_ZMM) && has(b7, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ) &&
-           has(c7, bit_AVX512VNNI);
+    return isa == CB_ISA_AVX512 && has(saved, XCR0_ZMM) &&
+           has(b7, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ) && has(c7, bit_AVX512VNNI);
+}
+
+#elif defined(__aarch64__)
+
+bool cb_isa_supported(cb_isa isa) {
+    const bool dotprod = (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+    const bool i8mm = (getauxval(AT_HWCAP2) & HWCAP2_I8MM) != 0;
+    return isa == CB_ISA_SCALAR || (isa == CB_ISA_NEON && dotprod) || (isa == CB_ISA_I8MM && dotprod && i8mm);
 }
 
 #else

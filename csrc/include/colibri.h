@@ -54,7 +54,7 @@ typedef enum colibri_state_format {
 
 typedef struct colibri_runtime_options {
     uint32_t threads; /* 0: from affinity, cgroup quota and physical cores */
-    const char *cpu;  /* NULL: the best; "scalar", "avx2", "avx512": exactly that or UNSUPPORTED */
+    const char *cpu;  /* NULL: the best; "scalar", "avx2", "avx512", "neon", "i8mm": exactly that or UNSUPPORTED */
     /* NULL: "/"; where to look for /proc and /sys when counting processors (tests) */
     const char *system_root;
     /* 1: each thread on a processor of its own, one of each core first (the calling thread while a forward runs).
@@ -205,7 +205,7 @@ typedef struct colibri_stats {
     uint64_t passes;                           /* walks over the program */
     uint64_t nanoseconds;                      /* in colibri_forward_batch */
     uint64_t op_nanoseconds[COLIBRI_OP_KINDS]; /* by op number */
-    char cpu[16];                              /* variant chosen: "scalar", "avx2", "avx512" */
+    char cpu[16];                              /* variant chosen, as in runtime options */
     char matmul[16][32];                       /* kernel that ran, by format id; empty: none yet */
     colibri_phase_stats phases[2];             /* by colibri_phase */
 } colibri_stats;

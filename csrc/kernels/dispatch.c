@@ -11,8 +11,7 @@
     .add_scaled = kernel_add_scaled_##isa, .softmax = kernel_softmax_##isa, .rope_table = kernel_rope_table_##isa,     \
     .rope = kernel_rope_##isa, .attention_block = kernel_attention_block_##isa,                                        \
     .attention_merge = kernel_attention_merge_##isa, .attention_finish = kernel_attention_finish_##isa,                \
-    .put_key = kernel_put_key_##isa, .put_value = kernel_put_value_##isa, .get_keys = kernel_get_keys_##isa,           \
-    .get_values = kernel_get_values_##isa
+    .put_key = kernel_put_key_##isa, .put_value = kernel_put_value_##isa
 
 static const cb_kernels tables[] = {
     [CB_ISA_SCALAR] =
@@ -47,6 +46,30 @@ static const cb_kernels tables[] = {
             MATMUL(CB_FORMAT_F16, kernel_matmul_f16_avx512),
             MATMUL(CB_FORMAT_Q8_G32, kernel_matmul_q8_g32_avx512),
             MATMUL(CB_FORMAT_Q4_G32, kernel_matmul_q4_g32_avx512),
+            .decode_row = kernel_decode_row_scalar,
+        },
+#endif
+#ifdef __aarch64__
+    [CB_ISA_NEON] =
+        {
+            .isa = CB_ISA_NEON,
+            FLOAT_KERNELS(neon),
+            MATMUL(CB_FORMAT_F32, kernel_matmul_f32_neon),
+            MATMUL(CB_FORMAT_BF16, kernel_matmul_bf16_neon),
+            MATMUL(CB_FORMAT_F16, kernel_matmul_f16_neon),
+            MATMUL(CB_FORMAT_Q8_G32, kernel_matmul_q8_g32_neon),
+            MATMUL(CB_FORMAT_Q4_G32, kernel_matmul_q4_g32_neon),
+            .decode_row = kernel_decode_row_scalar,
+        },
+    [CB_ISA_I8MM] =
+        {
+            .isa = CB_ISA_I8MM,
+            FLOAT_KERNELS(neon),
+            MATMUL(CB_FORMAT_F32, kernel_matmul_f32_neon),
+            MATMUL(CB_FORMAT_BF16, kernel_matmul_bf16_neon),
+            MATMUL(CB_FORMAT_F16, kernel_matmul_f16_neon),
+            MATMUL(CB_FORMAT_Q8_G32, kernel_matmul_q8_g32_i8mm),
+            MATMUL(CB_FORMAT_Q4_G32, kernel_matmul_q4_g32_i8mm),
             .decode_row = kernel_decode_row_scalar,
         },
 #endif

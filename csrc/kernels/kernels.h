@@ -39,8 +39,8 @@ typedef struct cb_matmul {
 typedef struct cb_attention_block {
     const float *q; /* row i at q + i * q_stride, key_dim values */
     uint64_t q_stride;
-    const float *k; /* [key_dim][64] */
-    const float *v; /* [64][value_dim] */
+    const void *k; /* [key_dim][64] */
+    const void *v; /* [64][value_dim] */
     uint32_t key_dim, value_dim;
     float scale;
     uint32_t count;
@@ -49,6 +49,8 @@ typedef struct cb_attention_block {
     float *m, *l; /* [count]; start at -inf and 0; l is NaN from the first seen score on that is not finite */
     float *out;   /* row i at out + i * out_stride, value_dim values, start at 0; not normalised */
     uint64_t out_stride;
+    uint32_t format;                        /* of the elements of k and v: a state format (0: f32) */
+    const float *key_scales, *value_scales; /* [64], q8 only */
 } cb_attention_block;
 
 typedef struct cb_kernels {
@@ -81,14 +83,10 @@ typedef struct cb_kernels {
 
     /* State. One kv head of one block holds K as [key_dim][64] and V as [64][value_dim] in the format's element;
      * q8 has a float scale for each key besides. put: one row into slot 0..63, false when it does not fit (f16
-     * overflow, NaN). get: widen `keys` leading slots of the block into float tiles. */
+     * overflow, NaN). */
     bool (*put_key)(uint32_t format, void *block, float *scales, uint32_t slot, const float *key, uint32_t key_dim);
     bool (*put_value)(uint32_t format, void *block, float *scales, uint32_t slot, const float *value,
                       uint32_t value_dim);
-    void (*get_keys)(uint32_t format, const void *block, const float *scales, uint32_t keys, float *tile,
-                     uint32_t key_dim);
-    void (*get_values)(uint32_t format, const void *block, const float *scales, uint32_t keys, float *tile,
-                       uint32_t value_dim);
 
     /* Row `row` of a matrix in any format and layout as floats (embeddings). */
     void (*decode_row)(uint32_t format, uint32_t layout, const uint8_t *data, uint64_t cols, uint64_t row, float *out);

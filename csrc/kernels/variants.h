@@ -30,16 +30,17 @@
     bool kernel_put_key_##isa(uint32_t format, void *block, float *scales, uint32_t slot, const float *key,            \
                               uint32_t key_dim);                                                                       \
     bool kernel_put_value_##isa(uint32_t format, void *block, float *scales, uint32_t slot, const float *value,        \
-                                uint32_t value_dim);                                                                   \
-    void kernel_get_keys_##isa(uint32_t format, const void *block, const float *scales, uint32_t keys, float *tile,    \
-                               uint32_t key_dim);                                                                      \
-    void kernel_get_values_##isa(uint32_t format, const void *block, const float *scales, uint32_t keys, float *tile,  \
-                                 uint32_t value_dim)
+                                uint32_t value_dim)
 
 CB_DECLARE_KERNELS(scalar);
 #ifdef __x86_64__
 CB_DECLARE_KERNELS(avx2);
 CB_DECLARE_KERNELS(avx512);
+#endif
+#ifdef __aarch64__
+CB_DECLARE_KERNELS(neon);
+void kernel_matmul_q8_g32_i8mm(const cb_matmul *job);
+void kernel_matmul_q4_g32_i8mm(const cb_matmul *job);
 #endif
 
 void kernel_decode_row_scalar(uint32_t format, uint32_t layout, const uint8_t *data, uint64_t cols, uint64_t row,

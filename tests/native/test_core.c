@@ -13,13 +13,10 @@
 #include <time.h>
 #include <unistd.h>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #include "core/core.h"
 #include "core/crc32c.h"
 #include "core/threads.h"
+#include "float_mode.h"
 
 static int failures;
 
@@ -140,28 +137,18 @@ static void test_isa(void) {
     CHECK(strstr(error.message, "'sse9'") != NULL && strstr(error.message, "scalar") != NULL);
 }
 
-#if defined(__x86_64__)
-#define FLUSHING 0x9fc0u /* denormals to zero in and out */
-
-static bool denormals_live(void) {
-    volatile float tiny = 1e-40f, half = 0.5f;
-    volatile float product = tiny * half;
-    return product != 0;
-}
-
 static void test_float_environment(void) {
-    unsigned before = _mm_getcsr();
-    _mm_setcsr(FLUSHING | 0x6000); /* and rounding towards zero */
+    const uint64_t before = get_mode();
+    set_mode(MODE_HOSTILE);
     CHECK(!denormals_live());
     cb_float_environment environment = cb_float_enter();
     CHECK(denormals_live());
-    CHECK((_mm_getcsr() & 0xffc0) == 0x1f80);
+    CHECK(get_mode() == MODE_WANTED);
     cb_float_leave(environment);
-    CHECK((_mm_getcsr() & 0xffc0) == (FLUSHING | 0x6000));
+    CHECK(get_mode() == MODE_HOSTILE);
     CHECK(!denormals_live());
-    _mm_setcsr(before);
+    set_mode(before);
 }
-#endif
 
 /* ---- counting processors ---- */
 
@@ -445,25 +432,19 @@ static void meet_task(void *context, uint32_t task, uint32_t worker) {
     pthread_getname_np(pthread_self(), name, sizeof name);
     if (strcmp(name, "colibri") != 0)
         atomic_fetch_add(&m->wrong_name, 1);
-#if defined(__x86_64__)
     if (!denormals_live())
         atomic_fetch_add(&m->flushing, 1);
-#endif
 }
 
 static void test_pool_workers(void) {
-#if defined(__x86_64__)
-    unsigned before = _mm_getcsr();
-    _mm_setcsr(FLUSHING);
-#endif
+    const uint64_t before = get_mode();
+    set_mode(MODE_FLUSHING);
     cb_pool *pool = open_pool(3);
     meeting m = {.threads = 3};
     cb_pool_run(pool, 3, meet_task, &m);
     CHECK(m.arrived == 3 && m.unblocked_signals == 0 && m.flushing == 0 && m.wrong_name == 0);
     cb_pool_close(pool);
-#if defined(__x86_64__)
-    _mm_setcsr(before);
-#endif
+    set_mode(before);
     sigset_t mask;
     pthread_sigmask(SIG_SETMASK, NULL, &mask);
     CHECK(!sigismember(&mask, SIGINT));
@@ -545,9 +526,7 @@ int main(void) {
     test_memory();
     test_messages();
     test_isa();
-#if defined(__x86_64__)
     test_float_environment();
-#endif
     CHECK(mkdtemp(root) != NULL);
     test_count_v2();
     test_count_v1();
