@@ -138,6 +138,7 @@ static inline void naive_attention(const cb_attention_block *job) {
         float p[64] = {0};
         float *out = job->out + row * job->out_stride;
         float block = -INFINITY;
+        bool finite = true;
         if (job->first[row] >= job->last[row]) {
             continue;
         }
@@ -147,6 +148,7 @@ static inline void naive_attention(const cb_attention_block *job) {
                 p[key] = fmaf(k, job->q[row * job->q_stride + d], p[key]);
             }
             p[key] = job->scale * p[key];
+            finite = finite && isfinite(p[key]);
             block = p[key] > block ? p[key] : block;
         }
         const float m = block > job->m[row] ? block : job->m[row];
@@ -155,7 +157,7 @@ static inline void naive_attention(const cb_attention_block *job) {
             p[key] = cb_exp(p[key] - m);
         }
         job->m[row] = m;
-        job->l[row] = fmaf(job->l[row], alpha, naive_sum(p, 64));
+        job->l[row] = finite ? fmaf(job->l[row], alpha, naive_sum(p, 64)) : NAN;
         for (uint32_t d = 0; d < job->value_dim; d++) {
             float sum = out[d] * alpha;
             for (uint32_t key = job->first[row]; key < job->last[row]; key++) {

@@ -150,12 +150,49 @@ static void test_attention_means_softmax(void) {
                 expected[d] += exp(0.5 * score) * (double)v[key / 64][key % 64][d];
             }
         }
-        kernels->attention_finish(y, out[row], l[row], DIM);
+        check(kernels->attention_finish(y, out[row], l[row], DIM), "attention_finish is finite");
         for (int d = 0; d < DIM; d++) {
             check(y[d] == out[row][d] * (1.0f / l[row]), "attention_finish");
             check(fabs((double)y[d] - expected[d] / sum) < 2e-6, "attention is not softmax: %a %a", (double)y[d],
                   expected[d] / sum);
         }
+    }
+}
+
+/* One score of many that is not finite shows in the result, also where its weight would be 0, unless it is not seen. */
+static void test_attention_hides_nothing(void) {
+    enum { DIM = 16 };
+    static const float bad[] = {NAN, INFINITY, -INFINITY, -3e38f};
+    for (uint32_t i = 0; i < 4 * 64; i++) {
+        const uint32_t place = i % 64;
+        float q[DIM] = {2.0f}, k[DIM][64], v[64][DIM], out[DIM] = {0}, y[DIM], m = -INFINITY, l = 0.0f;
+        fill(&k[0][0], DIM * 64, PLAIN), fill(&v[0][0], 64 * DIM, PLAIN);
+        k[0][place] = bad[i / 64]; /* -3e38 times 2 overflows */
+        const uint8_t first = 3, last = 60;
+        const cb_attention_block job = {.q = q,
+                                        .q_stride = DIM,
+                                        .k = &k[0][0],
+                                        .v = &v[0][0],
+                                        .key_dim = DIM,
+                                        .value_dim = DIM,
+                                        .scale = 0.5f,
+                                        .count = 1,
+                                        .first = &first,
+                                        .last = &last,
+                                        .m = &m,
+                                        .l = &l,
+                                        .out = out,
+                                        .out_stride = DIM};
+        kernels->attention_block(&job);
+        const bool seen = place >= first && place < last;
+        check((bool)isnan(l) == seen, "attention with %g at key %u", (double)bad[i / 64], place);
+        check(kernels->attention_finish(y, out, l, DIM) != seen, "attention_finish with %g", (double)bad[i / 64]);
+        float out2[DIM] = {1.0f}, m2 = 0.0f, l2 = 1.0f; /* and a merge, from either side, keeps it */
+        memcpy(y, out, sizeof y);
+        kernels->attention_merge(&m2, &l2, out2, m, l, out, DIM);
+        check((bool)isnan(l2) == seen, "attention_merge of %g", (double)bad[i / 64]);
+        kernels->attention_merge(&m, &l, y, 0.0f, 1.0f, out2, DIM);
+        check((bool)isnan(l) == seen, "attention_merge into %g", (double)bad[i / 64]);
     }
 }
 
@@ -203,6 +240,7 @@ static void test_attentions(void) {
         test_attention_merge(dims[i]);
     }
     test_attention_means_softmax();
+    test_attention_hides_nothing();
 }
 
 /* ---- state ---- */
