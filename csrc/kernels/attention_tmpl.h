@@ -83,20 +83,23 @@ VEC_INLINE void score_keys(const cb_attention_block *job, row_group *group, cons
     }
 }
 
-/* Online softmax of one row: scores become p, m and l move on, alpha is what the old sums are worth now. */
+/* Online softmax of one row: scores become p, m and l move on, alpha is what the old sums are worth now. A score of
+ * -infinity would pass as a weight of 0 and NaN be ignored where the largest is sought, so l tells of them. */
 static void update_row(const cb_attention_block *job, row_group *group, uint32_t r) {
     const uint32_t row = group->row[r];
     const uint32_t first = job->first[row];
     const uint32_t last = job->last[row];
     float *p = group->p[r];
     vec_mask seen[KEY_VECTORS];
-    vec largest = vec_set(-__builtin_inff());
+    vec largest = vec_set(-__builtin_inff()), magnitude = vec_set(0.0f);
     for (uint32_t v = 0; v < KEY_VECTORS; v++) {
         const uint32_t from = v * VEC_LANES;
         const uint32_t begin = first < from ? 0 : lanes_of(first - from);
         const uint32_t end = last < from ? 0 : lanes_of(last - from);
         seen[v] = vec_lanes(begin, end);
-        largest = vec_max(vec_select(seen[v], vec_load(p + from), vec_set(-__builtin_inff())), largest);
+        const vec score = vec_load(p + from);
+        largest = vec_max(vec_select(seen[v], score, vec_set(-__builtin_inff())), largest);
+        magnitude = vec_max_magnitude(magnitude, vec_select(seen[v], score, vec_set(0.0f)));
     }
     const float m = job->m[row];
     const float block = vec_largest(largest);
@@ -111,7 +114,8 @@ static void update_row(const cb_attention_block *job, row_group *group, uint32_t
     vec_store(alpha, vec_exp(vec_set(m - m_new)));
     group->alpha[r] = alpha[0];
     job->m[row] = m_new;
-    job->l[row] = __builtin_fmaf(job->l[row], alpha[0], vec_sum(sum));
+    const float l = __builtin_fmaf(job->l[row], alpha[0], vec_sum(sum));
+    job->l[row] = finite_magnitude(magnitude) ? l : __builtin_nanf("");
 }
 
 VEC_INLINE vec load_value(const cb_attention_block *job, const uint32_t format, uint64_t key, uint32_t dim,
@@ -264,9 +268,13 @@ void KERNEL(attention_merge)(float *m, float *l, float *out, float m2, float l2,
     }
 }
 
-void KERNEL(attention_finish)(float *y, const float *out, float l, uint32_t value_dim) {
+bool KERNEL(attention_finish)(float *y, const float *out, float l, uint32_t value_dim) {
     const vec inverse = vec_set(1.0f / l);
+    vec m = vec_set(0.0f);
     for (uint32_t i = 0; i < value_dim; i += VEC_LANES) {
-        store_lanes(y + i, vec_mul(load_lanes(out + i, value_dim - i), inverse), value_dim - i);
+        const vec part = vec_mul(load_lanes(out + i, value_dim - i), inverse);
+        m = vec_max_magnitude(m, part);
+        store_lanes(y + i, part, value_dim - i);
     }
+    return finite_magnitude(m);
 }

@@ -46,7 +46,7 @@ typedef struct cb_attention_block {
     uint32_t count;
     const uint8_t *first; /* [count] 0..64 */
     const uint8_t *last;
-    float *m, *l; /* [count]; start at -inf and 0 */
+    float *m, *l; /* [count]; start at -inf and 0; l is NaN from the first seen score on that is not finite */
     float *out;   /* row i at out + i * out_stride, value_dim values, start at 0; not normalised */
     uint64_t out_stride;
     uint32_t format;                        /* of the elements of k and v: a state format (0: f32) */
@@ -62,9 +62,10 @@ typedef struct cb_kernels {
      */
     bool (*quantise_row)(const float *x, uint32_t k, int8_t *codes, float *scales, int16_t *sums);
     bool (*all_finite)(const float *x, uint64_t n); /* integer test of the exponents */
-    void (*rms_norm)(float *y, const float *x, const float *weight, uint32_t n, float epsilon);
-    void (*add)(float *y, const float *a, const float *b, uint64_t n);
-    void (*clamp)(float *y, const float *x, float low, float high, uint64_t n);
+    /* False if the sum of squares is not finite: x has NaN or infinity, or is too large. */
+    bool (*rms_norm)(float *y, const float *x, const float *weight, uint32_t n, float epsilon);
+    bool (*add)(float *y, const float *a, const float *b, uint64_t n);          /* false: y is not finite */
+    bool (*clamp)(float *y, const float *x, float low, float high, uint64_t n); /* false: x is not finite */
     void (*silu_mul)(float *y, const float *gate, const float *up, uint64_t n); /* gate * sigmoid(gate) * up */
     void (*sigmoid_scale)(float *y, const float *x, float gate, uint64_t n);    /* sigmoid(gate) * x */
     void (*add_scaled)(float *y, const float *x, float weight, uint64_t n);     /* y = fma(weight, x, y) */
@@ -77,7 +78,8 @@ typedef struct cb_kernels {
     void (*attention_block)(const cb_attention_block *job);
     /* Adds a finished split (m2, l2, out2) to (m, l, out). */
     void (*attention_merge)(float *m, float *l, float *out, float m2, float l2, const float *out2, uint32_t value_dim);
-    void (*attention_finish)(float *y, const float *out, float l, uint32_t value_dim); /* y = out * (1 / l) */
+    /* y = out * (1 / l); false: y is not finite */
+    bool (*attention_finish)(float *y, const float *out, float l, uint32_t value_dim);
 
     /* State. One kv head of one block holds K as [key_dim][64] and V as [64][value_dim] in the format's element;
      * q8 has a float scale for each key besides. put: one row into slot 0..63, false when it does not fit (f16
@@ -90,7 +92,7 @@ typedef struct cb_kernels {
     void (*decode_row)(uint32_t format, uint32_t layout, const uint8_t *data, uint64_t cols, uint64_t row, float *out);
 } cb_kernels;
 
-/* The table for an ISA that cb_isa_supported() says this CPU has. */
+/* The table for an ISA that cb_isa_supported() says this CPU has. Matmul needs one that cb_isa_choose() gave. */
 const cb_kernels *cb_kernels_get(cb_isa isa);
 
 /* Scalar functions of the contract, for the sampler: fixed sequences of fma. */

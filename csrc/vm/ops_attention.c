@@ -206,11 +206,14 @@ static void finish(const attention_job *job, const cb_query_chunk *chunk, uint32
     for (uint32_t t = 0; t < chunk->count; t++) {
         float *y =
             job->y->values + (chunk->first_row + t) * job->y->stride + (uint64_t)head * job->group * job->value_dim;
+        bool finite = true;
         for (uint32_t g = 0; g < job->group; g++) {
             uint64_t i = (uint64_t)t * job->group + g;
-            job->vm->kernels->attention_finish(y + (uint64_t)g * job->value_dim, total->out + i * job->value_dim,
-                                               total->l[i], job->value_dim);
+            finite &= job->vm->kernels->attention_finish(y + (uint64_t)g * job->value_dim,
+                                                         total->out + i * job->value_dim, total->l[i], job->value_dim);
         }
+        if (!finite) /* several heads may fail at once */
+            __atomic_store_n(&job->vm->row_failed[chunk->first_row + t], 1, __ATOMIC_RELAXED);
     }
 }
 
@@ -314,4 +317,5 @@ void cb_run_attention(cb_vm *vm, const cb_op *op) {
     } else {
         cb_pool_run(vm->pool, pairs, attend_task, &job);
     }
+    cb_report_rows(vm, op, op->attention.y, "op attention: NaN or infinity in the scores or the result of");
 }

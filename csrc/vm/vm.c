@@ -30,6 +30,23 @@ void cb_row_fail(cb_vm *vm, const cb_op *op, uint32_t row, const char *end, cons
     cb_item_fail(item, COLIBRI_NON_FINITE, "%s%s token position %u%s", layer, text, vm->pass.positions[row], end);
 }
 
+void cb_report_rows(cb_vm *vm, const cb_op *op, uint32_t value, const char *format, ...) {
+    uint32_t kind = vm->model->program.values[value].kind;
+    char text[320] = "";
+    for (uint32_t row = 0; row < cb_value_rows(vm, value); row++) {
+        if (!vm->row_failed[row])
+            continue;
+        vm->row_failed[row] = 0;
+        if (text[0] == '\0') {
+            va_list arguments;
+            va_start(arguments, format);
+            vsnprintf(text, sizeof text, format, arguments);
+            va_end(arguments);
+        }
+        cb_row_fail(vm, op, cb_pass_row(&vm->pass, kind, row), "", "%s", text);
+    }
+}
+
 uint32_t cb_pass_row(const cb_pass *pass, uint32_t kind, uint32_t row) {
     return kind == CB_VALUE_OUTPUTS ? pass->outputs[pass->chunk_first + row].row : row;
 }

@@ -171,6 +171,9 @@ void cb_item_fail(colibri_item *item, colibri_status status, const char *format,
 /* NON_FINITE for the item of a pass row, if it is alive: "layer 3, <text> token position 17<end>". */
 void cb_row_fail(cb_vm *vm, const cb_op *op, uint32_t row, const char *end, const char *format, ...)
     __attribute__((format(printf, 5, 6)));
+/* cb_row_fail for the rows of a value that row_failed marks, which are unmarked. */
+void cb_report_rows(cb_vm *vm, const cb_op *op, uint32_t value, const char *format, ...)
+    __attribute__((format(printf, 4, 5)));
 /* The row of the pass that row `row` of a value of this kind belongs to. */
 uint32_t cb_pass_row(const cb_pass *pass, uint32_t kind, uint32_t row);
 static inline bool cb_row_alive(const cb_pass *pass, uint32_t row) {

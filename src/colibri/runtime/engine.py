@@ -62,9 +62,9 @@ class Engine:
         "off" nothing.
     prefetch_depth: predict the experts of so many coming layers and read them ahead, at most 8; None is 1, 0 off.
     mlock, huge_pages ("2M" or "1G"): memory for experts is locked, or of huge pages, if the system allows.
-    Environment: COLIBRI_CPU=scalar|avx2|avx512|neon|i8mm forces a kernel set, COLIBRI_VM=reference runs
-    the NumPy definition of the ops instead of the core, COLIBRI_DEBUG=guard makes memory without an expert
-    inaccessible.
+    Environment: COLIBRI_CPU=scalar|avx2|avxvnni|avx512|amx|neon|i8mm forces a kernel set,
+    COLIBRI_VM=reference runs the NumPy definition of the ops instead of the core, COLIBRI_DEBUG=guard makes memory
+    without an expert inaccessible.
     Raises ModelFileError, UsageError, OutOfMemoryError.
     """
 
