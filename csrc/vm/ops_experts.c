@@ -28,6 +28,8 @@ typedef struct slots {
     uint32_t *place;     /* [experts] */
     uint8_t *hidden_failed, *out_failed;
     active_expert *active; /* [experts] */
+    uint32_t *asked;       /* [experts] */
+    cb_store_ready *ready; /* [experts] */
 } slots;
 
 typedef struct experts_job {
@@ -69,6 +71,8 @@ static slots take_slots(cb_arena *arena, const cb_expert_set *set, uint32_t chos
     s.hidden_failed = cb_arena_take(arena, count, 1);
     s.out_failed = cb_arena_take(arena, count, 1);
     s.active = cb_arena_take(arena, set->count, sizeof *s.active);
+    s.asked = cb_arena_take(arena, set->count, sizeof *s.asked);
+    s.ready = cb_arena_take(arena, set->count, sizeof *s.ready);
     return s;
 }
 
@@ -93,11 +97,9 @@ void cb_plan_experts(cb_vm *vm, cb_arena *arena, uint64_t *worker_bytes) {
 
 /* ---- sorting ---- */
 
-static void fill_active(experts_job *job, active_expert *a, uint32_t expert) {
+static void fill_active(experts_job *job, active_expert *a, const uint8_t *record) {
     const cb_expert_set *set = job->set;
-    const cb_expert *e = &set->experts[expert];
-    const uint8_t *record = cb_expert_store_get(job->vm->store, job->op->experts.set, expert);
-    a->expert = expert;
+    const cb_expert *e = &set->experts[a->expert];
     a->row_chunks = (a->count + CB_ROW_CHUNK - 1) / CB_ROW_CHUNK;
     a->gate = cb_matrix_make(record + e->part[0], e->format[0], set->ffn, set->width);
     a->up = cb_matrix_make(record + e->part[1], e->format[1], set->ffn, set->width);
@@ -106,7 +108,7 @@ static void fill_active(experts_job *job, active_expert *a, uint32_t expert) {
     cb_count(&counters->experts_computed, 1);
     cb_count(&counters->expert_tokens, a->count);
     cb_count(&counters->bytes_touched, e->size);
-    cb_count(&counters->tokens[expert], a->count);
+    cb_count(&counters->tokens[a->expert], a->count);
     for (int part = 0; part < 3; part++)
         cb_note_matmul(job->vm, e->format[part]);
 }
@@ -131,7 +133,7 @@ static void sort_tokens(experts_job *job) {
         active_expert *a = &s->active[job->active_count];
         a->first_slot = job->slot_count;
         a->count = count;
-        fill_active(job, a, e);
+        a->expert = s->asked[job->active_count] = e;
         for (uint32_t i = 0; i < count; i++)
             s->active_of[job->slot_count++] = job->active_count;
         job->active_count++;
@@ -276,6 +278,10 @@ static void report(experts_job *job, const uint8_t *failed, const char *what) {
 static void run_round(experts_job *job) {
     cb_vm *vm = job->vm;
     sort_tokens(job);
+    cb_store_begin(vm->store, job->op->experts.set, job->s.asked, job->active_count);
+    uint32_t got = cb_store_next(vm->store, job->s.ready, job->active_count);
+    for (uint32_t i = 0; i < got; i++)
+        fill_active(job, &job->s.active[job->s.ready[i].index], job->s.ready[i].record);
     cb_pool_run(vm->pool, cut_tasks(job, false), gate_up_task, job);
     if (cb_pass_abandoned(&vm->pass))
         return;

@@ -64,7 +64,8 @@ typedef _Atomic uint64_t cb_counter; /* one writer, any readers */
 
 typedef struct cb_set_counters {
     cb_counter experts_computed, expert_tokens, bytes_touched;
-    cb_counter *tokens; /* [experts] */
+    cb_counter predictable, predicted, recalled; /* as in colibri_expert_set_stats */
+    cb_counter *tokens;                          /* [experts] */
 } cb_set_counters;
 
 /* What an op file keeps in the arena; sizes come from its plan function. */
@@ -72,12 +73,24 @@ typedef struct cb_query_chunk {
     uint32_t segment, first_row, count;
 } cb_query_chunk;
 
+/* Predicts the experts of coming layers (predict.c). */
+typedef struct cb_prediction {
+    cb_counter passes, skipped, nanoseconds;
+} cb_prediction;
+
+typedef struct cb_vm_options {
+    uint32_t max_rows;
+    uint32_t prefetch_depth;
+    bool resident; /* every expert stays in memory */
+} cb_vm_options;
+
 typedef struct cb_vm {
     const cb_model *model;
-    const cb_expert_store *store;
+    cb_expert_store *store;
     const cb_kernels *kernels;
     cb_pool *pool;
     uint32_t threads, max_rows;
+    bool resident;
 
     cb_pass pass;
     cb_register *registers; /* [value_count] */
@@ -92,6 +105,7 @@ typedef struct cb_vm {
     float *partials;              /* attention splits computed side by side */
     uint64_t partial_floats;
     uint8_t *expert_scratch;
+    cb_prediction prediction;
 
     uint8_t *arena;
     uint64_t arena_bytes;
@@ -102,8 +116,11 @@ typedef struct cb_vm {
 } cb_vm;
 
 /* UNSUPPORTED when the program uses a weight format that has no kernel. */
-colibri_status cb_vm_open(const cb_model *model, const cb_expert_store *store, const cb_kernels *kernels, cb_pool *pool,
-                          uint32_t max_rows, cb_vm **vm, cb_error *error);
+colibri_status cb_vm_open(const cb_model *model, cb_expert_store *store, const cb_kernels *kernels, cb_pool *pool,
+                          const cb_vm_options *options, cb_vm **vm, cb_error *error);
+/* Bytes of the arena and of the tables beside it that cb_vm_open would take. */
+colibri_status cb_vm_plan(const cb_model *model, const cb_kernels *kernels, uint32_t threads,
+                          const cb_vm_options *options, uint64_t *arena_bytes, uint64_t *table_bytes, cb_error *error);
 void cb_vm_close(cb_vm *vm);
 /* Runs vm->pass, which the caller has filled. Failures go to the items of its segments. */
 void cb_vm_run(cb_vm *vm);
