@@ -69,3 +69,7 @@ class MemoryBudgetError(OutOfMemoryError):
 
 class StateError(ColibriError):
     """A saved state does not belong to this model, session or version."""
+
+
+class MemoryBudgetWarning(UserWarning):
+    """The memory that was asked for may not be had: the message names the limit. What was asked for goes on."""

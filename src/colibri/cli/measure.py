@@ -37,10 +37,10 @@ def perplexity_command(model: Path, text: Path, context: int | None, options: En
     content = read_text(text, "the text file")
     # Before the model is open: encoding a long text takes much memory for a moment, which the budget must not hold.
     file = ModelText.read(model)
+    window = file.context_of(context or min(DEFAULT_WINDOW, file.context_limit))
     tokens = np.asarray(file.tokenizer.encode(content), np.uint32)
     if len(tokens) < 2:
         raise ColibriError(f"{text} gives {len(tokens)} tokens and perplexity needs 2; give a longer text")
-    window = context or min(DEFAULT_WINDOW, file.context_limit)
     del content, file
     with Engine(model, context=window, **options) as engine:
         start = time.perf_counter()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from colibri.errors import MemoryBudgetError
+from colibri.runtime.backend import MemoryPlan
 from colibri.runtime.memory_limits import MemoryLimits, ProcessMemory
 from colibri.runtime.sizes import format_size
 
@@ -29,25 +30,6 @@ _SHARE_OF_CHUNK = 8
 
 
 @dataclass(frozen=True)
-class ModelMemory:
-    """Bytes that the core plans for a model, from its header and directories."""
-
-    tensors: int  # dense weights
-    scratch: int  # working memory for one chunk of tokens
-    other: int  # the store's tables, staging and stacks
-    session: int  # state of one session
-    experts: int  # slots for all experts
-    least_experts: int  # slots with which every call ends
-    wasted: int  # of `experts`: slots larger than their record
-    largest_layer: int  # experts of the largest layer
-    token_experts: int  # experts that one token uses, in all layers
-    expert_count: int
-    expert_sets: int
-    vocabulary_size: int
-    context_limit: int
-
-
-@dataclass(frozen=True)
 class Wishes:
     """What the caller asked for; None where the budget decides. Sizes in bytes."""
 
@@ -64,7 +46,7 @@ class Budget:
     """A plan that fits. `ram` is None where nothing is known about this machine's memory and nothing was asked."""
 
     wishes: Wishes
-    model: ModelMemory
+    model: MemoryPlan
     process: int
     ram: int | None
     max_batch_tokens: int
@@ -84,7 +66,7 @@ class Budget:
 
     @property
     def state(self) -> int:
-        return self.model.session * self.wishes.sessions
+        return self.model.session_bytes * self.wishes.sessions
 
     @property
     def needed(self) -> int:
@@ -100,10 +82,10 @@ class Budget:
         )
         return {
             "interpreter, libraries and tokenizer": self.process,
-            "dense weights": self.model.tensors,
+            "dense weights": self.model.tensor_bytes,
             f"attention state ({sessions})": self.state,
-            f"working memory ({self.max_batch_tokens} tokens at a time)": self.model.scratch,
-            "tables, staging and stacks": self.model.other,
+            f"working memory ({self.max_batch_tokens} tokens at a time)": self.model.scratch_bytes,
+            "tables, staging and stacks": self.model.other_bytes,
             "results": self.results,
             "growth of Python": self.python,
         }
@@ -111,7 +93,7 @@ class Budget:
     @property
     def is_resident(self) -> bool:
         """All experts stay in memory."""
-        return self.expert_bytes >= self.model.experts
+        return self.expert_bytes >= self.model.all_expert_bytes
 
     @property
     def left(self) -> int | None:
@@ -139,7 +121,7 @@ def array_bytes(size: int) -> int:
 
 
 def plan_budget(
-    measure: Callable[[int], ModelMemory], wishes: Wishes, process: ProcessMemory | None, limits: MemoryLimits | None
+    measure: Callable[[int], MemoryPlan], wishes: Wishes, process: ProcessMemory | None, limits: MemoryLimits | None
 ) -> Budget:
     """Divide the memory. `measure` gives the core's plan for a number of tokens computed together.
 
@@ -155,9 +137,9 @@ def plan_budget(
         model = measure(chunk)
         return Budget(wishes, model, 0, None, chunk, _wanted(wishes, model))
     ram = wishes.ram if wishes.ram is not None else process.resident + _default_share(limits)
-    if process.peak > ram:
+    if wishes.ram is not None and process.peak > ram:
         raise MemoryBudgetError(
-            f"this process has already had {format_size(process.peak)} in memory, more than {_named(wishes, ram, limits)}; "
+            f"this process has already had {format_size(process.peak)} in memory, more than ram={format_size(ram)}; "
             "give it more, or start a new process"
         )
     budget = _largest_plan(measure, wishes, process, ram)
@@ -172,20 +154,20 @@ def _default_share(limits: MemoryLimits | None) -> int:
     return free - min(free, max(64 * MIB, free // 16))
 
 
-def _wanted(wishes: Wishes, model: ModelMemory) -> int:
+def _wanted(wishes: Wishes, model: MemoryPlan) -> int:
     """The most memory for experts that is of use."""
-    return model.experts if wishes.expert_cache is None else min(model.experts, wishes.expert_cache)
+    return model.all_expert_bytes if wishes.expert_cache is None else min(model.all_expert_bytes, wishes.expert_cache)
 
 
 def _largest_plan(
-    measure: Callable[[int], ModelMemory], wishes: Wishes, process: ProcessMemory, ram: int
+    measure: Callable[[int], MemoryPlan], wishes: Wishes, process: ProcessMemory, ram: int
 ) -> Budget | None:
     def plan(chunk: int) -> Budget | None:
         model = measure(chunk)
         empty = Budget(wishes, model, process.resident, ram, chunk, 0)
         wanted = _wanted(wishes, model)
         experts = min(ram - empty.needed, wanted)
-        if experts < model.least_experts or (wishes.expert_cache is not None and experts < wanted):
+        if experts < model.least_expert_bytes or (wishes.expert_cache is not None and experts < wanted):
             return None
         return replace(empty, expert_bytes=experts)
 
@@ -218,7 +200,7 @@ def _chunks(most: int) -> list[int]:
 
 
 def _refusal(
-    measure: Callable[[int], ModelMemory],
+    measure: Callable[[int], MemoryPlan],
     wishes: Wishes,
     process: ProcessMemory,
     ram: int,
@@ -226,55 +208,57 @@ def _refusal(
 ) -> MemoryBudgetError:
     chunk = wishes.max_batch_tokens or _SMALLEST_BATCH
     model = measure(chunk)
-    experts = max(model.least_experts, 0 if wishes.expert_cache is None else _wanted(wishes, model))
-    least = Budget(wishes, model, process.resident, ram, chunk, experts)
-    if wishes.expert_cache is not None and wishes.expert_cache < model.least_experts:
-        return MemoryBudgetError(
-            f"{wishes.name}: expert_cache={format_size(wishes.expert_cache)} is too small, its experts need "
-            f"{_up(model.least_experts)} at least (one layer has {format_size(model.largest_layer)}, all "
-            f"{format_size(model.experts)})"
-        )
+    layer, all_experts = format_size(model.largest_layer_bytes), format_size(model.all_expert_bytes)
+    least_experts = model.least_expert_bytes
+    if wishes.expert_cache is not None:
+        if wishes.expert_cache < least_experts:
+            return MemoryBudgetError(
+                f"{wishes.name}: expert_cache={format_size(wishes.expert_cache)} is less than the {_up(least_experts)} "
+                f"with which it can run; the experts of its largest layer have {layer}, all {all_experts}"
+            )
+        least_experts = _wanted(wishes, model)
+    least = Budget(wishes, model, process.resident, ram, chunk, least_experts)
     figures = ", ".join(f"{name} {format_size(size)}" for name, size in least.parts.items())
     changes = [
-        f"ram={_up(least.needed)}" if wishes.ram is not None else "a machine or container with more memory",
+        f"give ram={_up(least.needed)}" if wishes.ram is not None else "use a machine or container with more memory",
         *(["a shorter context"] if wishes.context > 1 else []),
         *(["fewer sessions"] if wishes.sessions > 1 else []),
         *(["a smaller max_batch_tokens"] if chunk > _SMALLEST_BATCH else []),
-        *(["a smaller expert_cache"] if experts > model.least_experts else []),
-        "a conversion to fewer bits",
+        *(["a smaller expert_cache"] if least_experts > model.least_expert_bytes else []),
+        "a file converted to fewer bits",
     ]
     return MemoryBudgetError(
         f"{wishes.name} does not fit in {_named(wishes, ram, limits)}: it needs at least {_up(least.needed)}, of which "
-        f"{figures}, experts {format_size(experts)} (those of the largest layer have "
-        f"{format_size(model.largest_layer)}, all {format_size(model.experts)}); it takes {' or '.join(changes)}"
+        f"{figures}, experts {format_size(least_experts)} (the largest layer has {layer}, all layers {all_experts}); "
+        + ", or ".join(changes)
     )
 
 
 def _check_limits(budget: Budget, limits: MemoryLimits | None) -> str | None:
     """Refuse what a control group would be killed for; a warning for what only the machine may lack."""
-    more = budget.needed - budget.process
-    if limits is None or budget.wishes.ram is None:
+    wishes, more = budget.wishes, budget.needed - budget.process
+    if limits is None or wishes.ram is None:
         return None
+    takes = f"{wishes.name} would take {format_size(more)} more within ram={format_size(wishes.ram)}"
     if limits.group is not None and more > limits.group.free:
+        group = limits.group
         raise MemoryBudgetError(
-            f"{budget.wishes.name} would take {format_size(more)} more within {_named(budget.wishes, budget.ram, None)}, "
-            f"and {limits.group.file} (limit {format_size(limits.group.limit)}) leaves {format_size(limits.group.free)}, "
-            f"so the system would end this process; give ram={_down(budget.process + limits.group.free)} at most, or "
-            "raise that limit"
+            f"{takes}, and {group.file} (limit {format_size(group.limit)}) leaves {format_size(group.free)}, so the "
+            f"system would end this process; give ram={_down(budget.process + group.free)} at most, or raise that limit"
         )
     if more > limits.available:
         return (
-            f"{budget.wishes.name} will take {format_size(more)} more and this machine has "
-            f"{format_size(limits.available)} available; it may become slow, or run out of memory"
+            f"{takes}, and this machine has {format_size(limits.available)} available; it may become slow, or run out "
+            "of memory"
         )
     return None
 
 
-def _named(wishes: Wishes, ram: int | None, limits: MemoryLimits | None) -> str:
-    size = format_size(ram or 0)
+def _named(wishes: Wishes, ram: int, limits: MemoryLimits | None) -> str:
     if wishes.ram is not None:
-        return f"ram={size}"
-    return f"the {size} that this process may have ({limits.reason if limits else 'free memory'}, less a margin)"
+        return f"ram={format_size(ram)}"
+    reason = "free memory" if limits is None else limits.reason
+    return f"the {format_size(ram)} that this process may have ({reason}, less a margin)"
 
 
 def _up(size: int) -> str:

@@ -8,7 +8,10 @@ from typing import Any
 
 from colibri.cbi.reader import CbiFile
 from colibri.errors import TokenizerError
+from colibri.runtime.arguments import whole_number
 from colibri.tokenizer import Tokenizer
+
+DEFAULT_CONTEXT = 4096
 
 
 class ModelText:
@@ -29,6 +32,10 @@ class ModelText:
         """Raises ModelFileError naming the file and the field."""
         with CbiFile.open(path) as file:
             return cls(file)
+
+    def context_of(self, context: int | None) -> int:
+        """Check a wanted context; None gives the model's limit, at most 4096."""
+        return whole_number("context", context, 1, self.context_limit) or min(self.context_limit, DEFAULT_CONTEXT)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
