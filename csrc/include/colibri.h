@@ -112,7 +112,8 @@ COLIBRI_API colibri_status colibri_engine_open(colibri_runtime *runtime, const c
 COLIBRI_API colibri_status colibri_engine_close(colibri_engine *engine);
 COLIBRI_API void colibri_engine_get_info(const colibri_engine *engine, colibri_engine_info *info);
 
-/* Low-priority reads of these experts of a set, first to last, as far as there is room; the call does not wait. */
+/* Low-priority reads of these experts of a set, first to last, as far as there is free memory for experts; the call
+ * does not wait for them. */
 COLIBRI_API colibri_status colibri_engine_warm(colibri_engine *engine, uint32_t set, const uint32_t *experts,
                                                uint32_t count, char *message, size_t message_size);
 

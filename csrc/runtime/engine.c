@@ -151,11 +151,8 @@ colibri_status colibri_engine_warm(colibri_engine *engine, uint32_t set, const u
         if (experts[i] >= engine->model->sets[set].count)
             cb_fail(&error, COLIBRI_INVALID, "experts[%u] is %u, set %u has %u experts", i, experts[i], set,
                     engine->model->sets[set].count);
-    if (error.status == COLIBRI_OK) {
-        pthread_mutex_lock(&engine->runtime->forward);
-        cb_store_prefetch(engine->store, set, experts, count);
-        pthread_mutex_unlock(&engine->runtime->forward);
-    }
+    if (error.status == COLIBRI_OK)
+        cb_store_warm(engine->store, set, experts, count);
     cb_copy_message(&error, message, message_size);
     return error.status;
 }

@@ -139,6 +139,7 @@ static void plan(cb_vm *vm, cb_arena *arena) {
     cb_plan_attention(vm, arena, &worker_bytes);
     cb_plan_experts(vm, arena, &worker_bytes);
     cb_plan_route(vm, &worker_bytes);
+    cb_plan_prediction(vm, arena);
     vm->worker_bytes = cb_round_up(worker_bytes, CB_CACHE_LINE);
     vm->worker_scratch = cb_arena_take(arena, vm->threads, worker_bytes == UINT64_MAX ? UINT64_MAX : vm->worker_bytes);
 }
@@ -211,7 +212,8 @@ static colibri_status open_tables(const cb_model *model, const cb_kernels *kerne
         goto fail;
     vm->registers = cb_alloc(cb_multiply(program->value_count, sizeof *vm->registers));
     vm->gathered = cb_alloc(cb_multiply(count_gathers(program), sizeof *vm->gathered));
-    if (vm->registers == NULL || vm->gathered == NULL || !open_counters(vm)) {
+    if (vm->registers == NULL || vm->gathered == NULL || !open_counters(vm) ||
+        !cb_open_prediction(vm, options->prefetch_depth)) {
         cb_fail(error, COLIBRI_OUT_OF_MEMORY, "%.200s: not enough memory for an engine's tables", model->path);
         goto fail;
     }
@@ -232,7 +234,8 @@ colibri_status cb_vm_plan(const cb_model *model, const cb_kernels *kernels, uint
         return error->status;
     *arena_bytes = vm->arena_bytes;
     *table_bytes = sizeof *vm + model->program.value_count * sizeof *vm->registers +
-                   count_gathers(&model->program) * sizeof *vm->gathered + model->set_count * sizeof *vm->sets;
+                   count_gathers(&model->program) * sizeof *vm->gathered + model->set_count * sizeof *vm->sets +
+                   cb_prediction_table_bytes(vm);
     for (uint32_t s = 0; s < model->set_count; s++)
         *table_bytes += model->sets[s].count * sizeof *vm->sets[s].tokens;
     cb_vm_close(vm);
@@ -267,6 +270,7 @@ void cb_vm_close(cb_vm *vm) {
     for (uint32_t s = 0; vm->sets != NULL && s < vm->model->set_count; s++)
         cb_free(vm->sets[s].tokens);
     cb_free(vm->sets);
+    cb_close_prediction(vm);
     cb_free(vm->arena);
     cb_free(vm->gathered);
     cb_free(vm->registers);
@@ -382,7 +386,10 @@ void cb_vm_run(cb_vm *vm) {
     cb_pass *pass = &vm->pass;
     cb_count(&vm->passes, 1);
     cb_count(&vm->tokens, pass->rows);
+    cb_prediction_start(vm);
     bool alive = walk(vm, false);
+    if (alive)
+        cb_prediction_end(vm);
     for (uint32_t first = 0; alive && first < pass->output_count; first += CB_OUTPUT_ROWS) {
         uint32_t left = pass->output_count - first;
         pass->chunk_first = first;

@@ -74,7 +74,17 @@ typedef struct cb_query_chunk {
 } cb_query_chunk;
 
 /* Predicts the experts of coming layers (predict.c). */
+typedef struct cb_chain cb_chain;
 typedef struct cb_prediction {
+    uint32_t depth, chain_count;
+    cb_chain *chains; /* for each experts op, in the order of the program; NULL: nothing is predicted */
+    float *normed, *logits;
+    uint64_t normed_stride, logits_stride;
+    uint32_t *experts;
+    bool judged, guesses; /* the running pass is measured, and predicts */
+    uint64_t started;
+    uint32_t tried, measured[2];
+    double cost[2]; /* nanoseconds of a token in passes without and with prediction, a moving average */
     cb_counter passes, skipped, nanoseconds;
 } cb_prediction;
 
@@ -192,6 +202,18 @@ float cb_log_softmax(const cb_kernels *kernels, float *logits, uint32_t n, float
 void cb_plan_attention(cb_vm *vm, cb_arena *arena, uint64_t *worker_bytes);
 void cb_plan_experts(cb_vm *vm, cb_arena *arena, uint64_t *worker_bytes);
 void cb_plan_route(const cb_vm *vm, uint64_t *worker_bytes);
+
+/* With prefetch_depth layers; false: out of memory. */
+bool cb_open_prediction(cb_vm *vm, uint32_t prefetch_depth);
+void cb_close_prediction(cb_vm *vm);
+uint64_t cb_prediction_table_bytes(const cb_vm *vm);
+void cb_plan_prediction(cb_vm *vm, cb_arena *arena);
+void cb_prediction_start(cb_vm *vm); /* of a pass */
+void cb_prediction_end(cb_vm *vm);   /* of a pass that was not abandoned */
+/* Starts reads for the layers after this experts op, whose own are under way. */
+void cb_predict_experts(cb_vm *vm, const cb_op *op);
+/* Counts how many of the experts that the op asks for were predicted. */
+void cb_judge_prediction(cb_vm *vm, const cb_op *op, const uint32_t *experts, uint32_t count);
 
 void cb_run_embed(cb_vm *vm, const cb_op *op);
 void cb_run_rms_norm(cb_vm *vm, const cb_op *op);
