@@ -138,6 +138,8 @@ def test_an_expert_cache() -> None:
 
 
 def test_a_process_that_is_too_large_already() -> None:
+    with pytest.raises(MemoryBudgetError, match="give ram=2001MiB"):
+        plan(100 * MIB, process=ProcessMemory(50 * MIB, 2000 * MIB))
     with pytest.raises(MemoryBudgetError, match=r"already had 1.95 GiB .* ram=1000 MiB"):
         plan(1000 * MIB, process=ProcessMemory(50 * MIB, 2000 * MIB))
     # What was, before there was a budget, does not matter.

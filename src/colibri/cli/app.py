@@ -124,7 +124,7 @@ def run(
             sampling=sampling,
             stop=stop or [],
             context=context,
-            engine=engine,
+            options=engine,
             as_json=json,
             statistics=statistics,
         )

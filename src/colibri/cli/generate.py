@@ -77,15 +77,15 @@ def run_command(
     sampling: Mapping[str, Any],
     stop: Sequence[str],
     context: int | None,
-    engine: EngineOptions,
+    options: EngineOptions,
     as_json: bool,
     statistics: bool,
 ) -> None:
     model, text = choose_prompt(arguments, prompt_file)
-    with Engine(model, context=context, **engine) as opened:
+    with Engine(model, context=context, **options) as engine:
         source: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
         start = time.perf_counter()
-        generation = opened.generate(**source, max_tokens=max_tokens, stop=stop, **sampling)
+        generation = engine.generate(**source, max_tokens=max_tokens, stop=stop, **sampling)
         try:
             with warming(engine, generation.usage.prompt_tokens):
                 first = next(generation, "")
@@ -107,12 +107,12 @@ def run_command(
                 "seconds": round(seconds, 4),
             }
             if statistics:
-                result["statistics"] = statistics_object(opened.statistics())
+                result["statistics"] = statistics_object(engine.statistics())
             write_json(result)
         else:
             write("")
             if statistics:
-                print_statistics(opened.statistics())
+                print_statistics(engine.statistics())
 
 
 def statistics_object(statistics: Statistics) -> dict[str, Any]:

@@ -137,14 +137,14 @@ def plan_budget(
         model = measure(chunk)
         return Budget(wishes, model, 0, None, chunk, _wanted(wishes, model))
     ram = wishes.ram if wishes.ram is not None else process.resident + _default_share(limits)
+    budget = _largest_plan(measure, wishes, process, ram)
+    if budget is None:
+        raise _refusal(measure, wishes, process, ram, limits)
     if wishes.ram is not None and process.peak > ram:
         raise MemoryBudgetError(
             f"this process has already had {format_size(process.peak)} in memory, more than ram={format_size(ram)}; "
             "give it more, or start a new process"
         )
-    budget = _largest_plan(measure, wishes, process, ram)
-    if budget is None:
-        raise _refusal(measure, wishes, process, ram, limits)
     return replace(budget, warning=_check_limits(budget, limits))
 
 
@@ -220,7 +220,9 @@ def _refusal(
     least = Budget(wishes, model, process.resident, ram, chunk, least_experts)
     figures = ", ".join(f"{name} {format_size(size)}" for name, size in least.parts.items())
     changes = [
-        f"give ram={_up(least.needed)}" if wishes.ram is not None else "use a machine or container with more memory",
+        f"give ram={_up(max(least.needed, process.peak))}"
+        if wishes.ram is not None
+        else "use a machine or container with more memory",
         *(["a shorter context"] if wishes.context > 1 else []),
         *(["fewer sessions"] if wishes.sessions > 1 else []),
         *(["a smaller max_batch_tokens"] if chunk > _SMALLEST_BATCH else []),
