@@ -75,12 +75,16 @@ static void spoil_experts(colibri_engine *engine, uint32_t set, int part, float 
     const cb_expert_set *info = &engine->model->sets[set];
     for (uint32_t e = 0; e < info->count; e++) {
         const cb_expert *expert = &info->experts[e];
-        uint8_t *data = (uint8_t *)(uintptr_t)cb_expert_store_get(engine->store, set, e) + expert->part[part];
+        cb_store_ready ready;
+        cb_store_begin(engine->store, set, &e, 1);
+        CHECK(cb_store_next(engine->store, &ready, 1) == 1 && ready.record != NULL);
+        uint8_t *data = (uint8_t *)(uintptr_t)ready.record + expert->part[part];
         uint32_t rows = part == 2 ? info->width : info->ffn, cols = part == 2 ? info->ffn : info->width;
         if (expert->format[part] == CB_FORMAT_F32)
             set_floats(data, (uint64_t)rows * cols, value);
         else
             memset(data, 0x7c, cb_packed_size(expert->format[part], CB_LAYOUT_TILED16X4, rows, cols));
+        cb_store_end(engine->store);
     }
 }
 

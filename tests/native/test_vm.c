@@ -446,7 +446,7 @@ static void test_arguments(void) {
     CHECK(colibri_init(NULL, &runtime, NULL, 0) == COLIBRI_OK && colibri_thread_count(runtime) >= 1);
     CHECK(colibri_engine_open(runtime, "/nowhere.cbi", NULL, &engine, message, sizeof message) == COLIBRI_IO);
     CHECK(engine == NULL && strstr(message, "/nowhere.cbi") != NULL);
-    colibri_engine_options engine_options = {.max_batch_tokens = 4097};
+    colibri_engine_options engine_options = {.max_batch_tokens = 65537};
     CHECK(colibri_engine_open(runtime, path, &engine_options, &engine, message, sizeof message) == COLIBRI_INVALID);
     CHECK(colibri_engine_open(runtime, path, NULL, &engine, NULL, 0) == COLIBRI_OK);
     static const colibri_session_options wrong[] = {{0, 0}, {(1u << 24) + 1, 0}, {1, 4}};

@@ -48,7 +48,18 @@ class RuntimeOptions(c.Structure):
 
 
 class EngineOptions(c.Structure):
-    _fields_ = (("max_batch_tokens", c.c_uint32),)
+    _fields_ = (
+        ("max_batch_tokens", c.c_uint32),
+        ("io_threads", c.c_uint32),
+        ("io", c.c_uint32),
+        ("verify", c.c_uint32),
+        ("huge_pages", c.c_uint32),
+        ("prefetch_depth", c.c_uint32),
+        ("lock_memory", c.c_uint32),
+        ("guard", c.c_uint32),
+        ("expert_bytes", c.c_uint64),
+        ("state_bytes", c.c_uint64),
+    )
 
 
 class EngineInfo(c.Structure):
@@ -63,11 +74,31 @@ class EngineInfo(c.Structure):
         ("expert_bytes", c.c_uint64),
         ("scratch_bytes", c.c_uint64),
         ("digest", c.c_uint8 * 32),
+        ("all_expert_bytes", c.c_uint64),
+        ("token_expert_bytes", c.c_uint64),
     )
 
 
 class SessionOptions(c.Structure):
     _fields_ = (("context", c.c_uint32), ("state_format", c.c_uint32))
+
+
+class MemoryPlan(c.Structure):
+    _fields_ = (
+        ("tensor_bytes", c.c_uint64),
+        ("scratch_bytes", c.c_uint64),
+        ("other_bytes", c.c_uint64),
+        ("session_bytes", c.c_uint64),
+        ("all_expert_bytes", c.c_uint64),
+        ("least_expert_bytes", c.c_uint64),
+        ("wasted_expert_bytes", c.c_uint64),
+        ("largest_layer_bytes", c.c_uint64),
+        ("token_expert_bytes", c.c_uint64),
+        ("expert_count", c.c_uint32),
+        ("expert_set_count", c.c_uint32),
+        ("vocabulary_size", c.c_uint32),
+        ("context_limit", c.c_uint32),
+    )
 
 
 class Item(c.Structure):
@@ -137,6 +168,12 @@ class Stats(c.Structure):
         ("cpu", c.c_char * 16),
         ("matmul", (c.c_char * 32) * 16),
         ("phases", PhaseStats * len(PHASES)),
+        ("resident", c.c_uint32),
+        ("is_direct", c.c_uint32),
+        ("predicted_passes", c.c_uint64),
+        ("unpredicted_passes", c.c_uint64),
+        ("prediction_nanoseconds", c.c_uint64),
+        ("warning", c.c_char * MESSAGE_SIZE),
     )
 
 
@@ -147,6 +184,17 @@ class ExpertSetStats(c.Structure):
         ("experts_computed", c.c_uint64),
         ("expert_tokens", c.c_uint64),
         ("bytes_touched", c.c_uint64),
+        ("hits", c.c_uint64),
+        ("misses", c.c_uint64),
+        ("bytes_read", c.c_uint64),
+        ("stall_nanoseconds", c.c_uint64),
+        ("prefetched", c.c_uint64),
+        ("prefetched_used", c.c_uint64),
+        ("evictions", c.c_uint64),
+        ("load_nanoseconds", c.c_uint64),
+        ("predictable", c.c_uint64),
+        ("predicted", c.c_uint64),
+        ("recalled", c.c_uint64),
     )
 
 
@@ -163,6 +211,18 @@ _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
     "colibri_engine_close": (c.c_int, (c.c_void_p,)),
     "colibri_engine_get_info": (None, (c.c_void_p, c.POINTER(EngineInfo))),
+    "colibri_engine_warm": (c.c_int, (c.c_void_p, c.c_uint32, c.c_void_p, c.c_uint32, *_MESSAGE)),
+    "colibri_plan_memory": (
+        c.c_int,
+        (
+            c.c_void_p,
+            c.c_char_p,
+            c.POINTER(EngineOptions),
+            c.POINTER(SessionOptions),
+            c.POINTER(MemoryPlan),
+            *_MESSAGE,
+        ),
+    ),
     "colibri_validate": (c.c_int, (c.c_char_p, *_MESSAGE)),
     "colibri_session_open": (
         c.c_int,
@@ -201,6 +261,7 @@ _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
         c.c_int,
         (c.c_void_p, c.c_uint32, c.POINTER(ExpertSetStats), c.c_void_p),
     ),
+    "colibri_get_expert_loads": (c.c_int, (c.c_void_p, c.c_uint32, c.c_void_p, c.c_void_p)),
 }
 
 
