@@ -1,7 +1,7 @@
 # make demo        build, install into .venv and let the demo model answer
 # make check       everything CI runs
 # make check-all   check, then sanitizers and the long runs
-# make bench       decode, prompt and batch speed; LLAMA_PYTHON=... beside llama.cpp
+# make bench       speed and memory beside other engines, and every kernel (bench/README.md)
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -54,10 +54,10 @@ sanitize: install-test
 check-all: check sanitize
 	COLIBRI_SLOW=1 COLIBRI_FUZZ=10000 $(BIN)/python -m pytest tests
 
-# LLAMA_PYTHON=interpreter with llama-cpp-python (see bench/peer_llamacpp.py) adds the peer
+# Peers: LLAMA_PYTHON, IK_PYTHON, TORCH_PYTHON, VLLM_PYTHON=interpreter (bench/README.md); BENCH='--shape b7 ...'
 bench: $(BIN)/python
 	$(BIN)/pip install --quiet '.[bench]'
-	$(BIN)/python bench/speed.py $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
+	$(BIN)/python bench/run.py $(BENCH)
 
 wheel: $(BIN)/python
 	$(BIN)/pip wheel --quiet --no-deps -w dist .
