@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import csv
 import math
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
-
 from table import Table, percentile
 
 

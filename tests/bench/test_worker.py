@@ -6,11 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from worker import Worker, WorkerError
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
-sys.path.insert(0, str(BENCH))
-
-from worker import Worker, WorkerError
 
 ECHO = """
 import sys
