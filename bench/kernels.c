@@ -154,7 +154,7 @@ typedef struct buffers {
     int8_t *codes;
     float *scales;
     int16_t *sums;
-    void *block;
+    void *keys, *values; /* a state block in its format */
     uint8_t *first, *last;
 } buffers;
 
@@ -230,16 +230,36 @@ static void time_rows(const choice *choice, const buffers *b) {
     }
 }
 
-static void time_attention(const choice *choice, const buffers *b) {
+static const struct {
+    uint32_t id;
+    const char *name;
+    double bytes;
+} state_formats[] = {{COLIBRI_STATE_F32, "f32", 4}, {COLIBRI_STATE_F16, "f16", 2}, {COLIBRI_STATE_Q8, "q8", 1}};
+
+/* One block of keys and values in each format of the state. */
+static void time_state(const choice *choice, const buffers *b, uint32_t f) {
+    const uint32_t format = state_formats[f].id;
+    const double row_bytes = HEAD_DIM * state_formats[f].bytes;
     double t;
-    float *k = random_floats(CB_KEY_BLOCK * HEAD_DIM), *v = random_floats(CB_KEY_BLOCK * HEAD_DIM);
+    for (uint32_t slot = 0; slot < CB_KEY_BLOCK; slot++) {
+        kernels->put_key(format, b->keys, b->scales, slot, b->q + slot * HEAD_DIM, HEAD_DIM);
+        kernels->put_value(format, b->values, b->scales + CB_KEY_BLOCK, slot, b->q + slot * HEAD_DIM, HEAD_DIM);
+    }
+    if (wanted(choice, "put_key")) {
+        TIME(t, kernels->put_key(format, b->keys, b->scales, 5, b->q, HEAD_DIM));
+        report("put_key", state_formats[f].name, 1, 1, t, row_bytes + HEAD_DIM * sizeof(float), 0);
+    }
+    if (wanted(choice, "put_value")) {
+        TIME(t, kernels->put_value(format, b->values, b->scales + CB_KEY_BLOCK, 5, b->q, HEAD_DIM));
+        report("put_value", state_formats[f].name, 1, 1, t, row_bytes + HEAD_DIM * sizeof(float), 0);
+    }
     for (uint32_t rows = 1; rows <= MOST_ROWS && wanted(choice, "attention_block"); rows *= 2) {
         if (choice->rows && choice->rows != rows)
             continue;
         const cb_attention_block job = {.q = b->q,
                                         .q_stride = HEAD_DIM,
-                                        .k = k,
-                                        .v = v,
+                                        .k = b->keys,
+                                        .v = b->values,
                                         .key_dim = HEAD_DIM,
                                         .value_dim = HEAD_DIM,
                                         .scale = 0.1f,
@@ -249,38 +269,23 @@ static void time_attention(const choice *choice, const buffers *b) {
                                         .m = b->m,
                                         .l = b->l,
                                         .out = b->y,
-                                        .out_stride = HEAD_DIM};
+                                        .out_stride = HEAD_DIM,
+                                        .format = format,
+                                        .key_scales = b->scales,
+                                        .value_scales = b->scales + CB_KEY_BLOCK};
+        memset(b->y, 0, (size_t)rows * HEAD_DIM * sizeof(float));
         for (uint32_t i = 0; i < rows; i++)
             b->first[i] = 0, b->last[i] = CB_KEY_BLOCK, b->m[i] = -1.0f, b->l[i] = 1.0f;
         TIME(t, kernels->attention_block(&job));
-        report("attention_block", "", rows, 1, t, 2.0 * CB_KEY_BLOCK * HEAD_DIM * sizeof(float),
+        report("attention_block", state_formats[f].name, rows, 1, t, 2 * CB_KEY_BLOCK * row_bytes,
                4.0 * CB_KEY_BLOCK * HEAD_DIM * rows);
     }
-    static const char *const names[] = {
-        [COLIBRI_STATE_F32] = "f32", [COLIBRI_STATE_F16] = "f16", [COLIBRI_STATE_Q8] = "q8"};
-    static const double bytes[] = {[COLIBRI_STATE_F32] = 4, [COLIBRI_STATE_F16] = 2, [COLIBRI_STATE_Q8] = 1};
-    for (uint32_t f = COLIBRI_STATE_F32; f <= COLIBRI_STATE_Q8; f++) {
-        for (uint32_t slot = 0; slot < CB_KEY_BLOCK; slot++)
-            kernels->put_key(f, b->block, b->scales, slot, k, HEAD_DIM);
-        if (wanted(choice, "put_key")) {
-            TIME(t, kernels->put_key(f, b->block, b->scales, 5, k, HEAD_DIM));
-            report("put_key", names[f], 1, 1, t, HEAD_DIM * (bytes[f] + sizeof(float)), 0);
-        }
-        if (wanted(choice, "get_keys")) {
-            TIME(t, kernels->get_keys(f, b->block, b->scales, CB_KEY_BLOCK, b->y, HEAD_DIM));
-            report("get_keys", names[f], CB_KEY_BLOCK, 1, t, CB_KEY_BLOCK * HEAD_DIM * (bytes[f] + sizeof(float)), 0);
-        }
-        for (uint32_t slot = 0; slot < CB_KEY_BLOCK; slot++)
-            kernels->put_value(f, b->block, b->scales, slot, v, HEAD_DIM);
-        if (wanted(choice, "put_value")) {
-            TIME(t, kernels->put_value(f, b->block, b->scales, 5, v, HEAD_DIM));
-            report("put_value", names[f], 1, 1, t, HEAD_DIM * (bytes[f] + sizeof(float)), 0);
-        }
-        if (wanted(choice, "get_values")) {
-            TIME(t, kernels->get_values(f, b->block, b->scales, CB_KEY_BLOCK, b->y, HEAD_DIM));
-            report("get_values", names[f], CB_KEY_BLOCK, 1, t, CB_KEY_BLOCK * HEAD_DIM * (bytes[f] + sizeof(float)), 0);
-        }
-    }
+}
+
+static void time_attention(const choice *choice, const buffers *b) {
+    double t;
+    for (uint32_t f = 0; f < sizeof state_formats / sizeof *state_formats; f++)
+        time_state(choice, b, f);
     if (wanted(choice, "attention_merge")) {
         float m = 0, l = 1;
         TIME(t, kernels->attention_merge(&m, &l, b->y, -1.0f, 1.0f, b->q, HEAD_DIM));
@@ -290,7 +295,6 @@ static void time_attention(const choice *choice, const buffers *b) {
         TIME(t, kernels->attention_finish(b->y, b->q, 3.0f, HEAD_DIM));
         report("attention_finish", "", 1, 1, t, 2 * HEAD_DIM * sizeof(float), 0);
     }
-    cb_free(k), cb_free(v);
 }
 
 static void time_variant(const choice *choice, const buffers *b) {
@@ -345,7 +349,8 @@ int main(int argument_count, char **arguments) {
                  .codes = take(WIDTH),
                  .scales = take(WIDTH * sizeof(float)),
                  .sums = take(WIDTH * sizeof(int16_t)),
-                 .block = take(CB_KEY_BLOCK * HEAD_DIM * sizeof(float)),
+                 .keys = take(CB_KEY_BLOCK * HEAD_DIM * sizeof(float)),
+                 .values = take(CB_KEY_BLOCK * HEAD_DIM * sizeof(float)),
                  .first = take(MOST_ROWS),
                  .last = take(MOST_ROWS)};
     const cb_float_environment environment = cb_float_enter();
@@ -364,7 +369,7 @@ int main(int argument_count, char **arguments) {
     cb_float_leave(environment);
     cb_pool_close(pool);
     cb_free(b.x), cb_free(b.y), cb_free(b.z), cb_free(b.q), cb_free(b.m), cb_free(b.l), cb_free(b.codes);
-    cb_free(b.scales), cb_free(b.sums), cb_free(b.block), cb_free(b.first), cb_free(b.last);
+    cb_free(b.scales), cb_free(b.sums), cb_free(b.keys), cb_free(b.values), cb_free(b.first), cb_free(b.last);
     if (!any)
         fprintf(stderr, "kernels: this CPU has no %s\n", choice.isa);
     return any ? 0 : 1;

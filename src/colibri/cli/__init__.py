@@ -30,6 +30,9 @@ def main() -> None:
         code = _fail(str(error), error.exit_code)
     except MemoryError:
         code = _fail("not enough memory; use a smaller model or a shorter --context", 1)
+    except FileNotFoundError as error:
+        # Without a name it is os.getcwd, which has no file to name.
+        code = _fail(f"{error.filename or 'the current folder'}: {error.strerror}; change to one that exists", 1)
     except OSError as error:
         code = _fail(f"{error.filename or 'standard output'}: {error.strerror or error}", 1)
     _give_up_output()

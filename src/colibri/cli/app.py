@@ -29,6 +29,10 @@ Model = Annotated[Path, typer.Argument(metavar="MODEL.cbi", help="a model file m
 Threads = Annotated[
     int | None, _option("N", "processors to use [default: all that this process may use]", min=1, max=1024)
 ]
+Pin = Annotated[
+    bool,
+    typer.Option("--pin", help="keep each thread on a processor of its own; for one process on these processors"),
+]
 Context = Annotated[
     int | None, _option("N", "positions for prompt and reply [default: the model's limit, at most 4096]", min=1)
 ]
@@ -110,6 +114,7 @@ def run(
     seed: Seed = 0,
     stop: Annotated[list[str] | None, _option("TEXT", "end before this text; may be repeated")] = None,
     threads: Threads = None,
+    pin: Pin = False,
     context: Context = None,
     json: Json = False,
     statistics: Annotated[bool, typer.Option("--statistics", help="print what was computed, on stderr")] = False,
@@ -128,6 +133,7 @@ def run(
             sampling=sampling,
             stop=stop or [],
             threads=threads,
+            pin=pin,
             context=context,
             as_json=json,
             statistics=statistics,
@@ -148,6 +154,7 @@ def chat(
     min_p: MinP = None,
     seed: Seed = 0,
     threads: Threads = None,
+    pin: Pin = False,
     context: Context = None,
 ) -> Command:
     """Talk to a model. Ctrl-C stops the answer, Ctrl-D ends the program."""
@@ -156,7 +163,7 @@ def chat(
     def call() -> None:
         from colibri.cli.chat import chat_command
 
-        chat_command(model, max_tokens, sampling, threads, context)
+        chat_command(model, max_tokens, sampling, threads, pin, context)
 
     return call
 
@@ -196,6 +203,7 @@ def perplexity(
     text: Annotated[Path, _option("FILE", "a UTF-8 text file")],
     context: Annotated[int | None, _option("N", "tokens of a window [default: 256]", min=2)] = None,
     threads: Threads = None,
+    pin: Pin = False,
     json: Json = False,
 ) -> Command:
     """Measure how well a model predicts a text."""
@@ -203,7 +211,7 @@ def perplexity(
     def call() -> None:
         from colibri.cli.measure import perplexity_command
 
-        perplexity_command(model, text, context, threads, json)
+        perplexity_command(model, text, context, threads, pin, json)
 
     return call
 
@@ -215,8 +223,12 @@ def bench(
     generate: Annotated[int, _option("N", "decode steps", min=1)] = 48,
     batch: Annotated[int, _option("N", "sequences decoded together", min=1)] = 1,
     threads: Threads = None,
+    pin: Pin = False,
     repeat: Annotated[int, _option("N", "repetitions; medians are printed", min=1)] = 3,
     topic: Annotated[int | None, _option("K", "draw the tokens from block K of 16 of the ids", min=0, max=15)] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="print the time by layer and op, for prompts and for decoding")
+    ] = False,
     json: Json = False,
 ) -> Command:
     """Measure prompt and decode speed on random tokens."""
@@ -224,6 +236,17 @@ def bench(
     def call() -> None:
         from colibri.cli.measure import bench_command
 
-        bench_command(model, prompt, generate, batch, threads, repeat, topic, json)
+        bench_command(
+            model,
+            prompt=prompt,
+            generate=generate,
+            batch=batch,
+            threads=threads,
+            pin=pin,
+            repeat=repeat,
+            topic=topic,
+            profile=profile,
+            as_json=json,
+        )
 
     return call

@@ -6,11 +6,13 @@ import math
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from colibri.cli.generate import read_text
 from colibri.cli.output import write, write_json
+from colibri.cli.profile import phase_profile, profile_table
 from colibri.errors import ColibriError, UsageError
 from colibri.runtime.engine import Engine
 from colibri.runtime.session import Session
@@ -30,9 +32,11 @@ def perplexity_of(engine: Engine, tokens: np.ndarray, window: int) -> tuple[floa
     return math.exp(total / count), count
 
 
-def perplexity_command(model: Path, text: Path, context: int | None, threads: int | None, as_json: bool) -> None:
+def perplexity_command(
+    model: Path, text: Path, context: int | None, threads: int | None, pin: bool, as_json: bool
+) -> None:
     content = read_text(text, "the text file")
-    with Engine(model, threads=threads) as engine:
+    with Engine(model, threads=threads, pin=pin) as engine:
         window = engine.context_of(context or min(DEFAULT_WINDOW, engine.context_limit))
         tokens = np.asarray(engine.tokenizer.encode(content), np.uint32)
         if len(tokens) < 2:
@@ -48,16 +52,19 @@ def perplexity_command(model: Path, text: Path, context: int | None, threads: in
 
 def bench_command(
     model: Path,
+    *,
     prompt: int,
     generate: int,
     batch: int,
     threads: int | None,
+    pin: bool,
     repeat: int,
     topic: int | None,
+    profile: bool,
     as_json: bool,
 ) -> None:
     start = time.perf_counter()
-    with Engine(model, threads=threads) as engine:
+    with Engine(model, threads=threads, pin=pin) as engine:
         context = prompt + generate
         if context > engine.context_limit:
             raise UsageError(
@@ -89,7 +96,9 @@ def bench_command(
         for session in sessions:
             session.close()
     latencies.sort()
-    result = {
+    p50, p99 = latencies[len(latencies) // 2], latencies[int(len(latencies) * 0.99)]
+    decode = done.phases["decode"]
+    result: dict[str, Any] = {
         "engine": "colibri",
         "model": str(model),
         "threads": done.threads,
@@ -98,15 +107,27 @@ def bench_command(
         "load_s": round(load, 3),
         "prompt_tokens_per_s": round(statistics.median(prompt_rates), 2),
         "decode_tokens_per_s": round(statistics.median(decode_rates), 2),
-        "decode_p50_ms": round(1e3 * latencies[len(latencies) // 2], 3),
-        "decode_p99_ms": round(1e3 * latencies[int(len(latencies) * 0.99)], 3),
+        "decode_p50_ms": round(1e3 * p50, 3),
+        "decode_p99_ms": round(1e3 * p99, 3),
+        "decode_p99_over_p50": round(p99 / p50, 3),
+        "decode_regions_per_pass": round(decode.parallel_regions / decode.passes, 1),
+        "dispatch_mean_us": round(1e6 * decode.dispatch.mean, 2),
+        "dispatch_p99_us": round(1e6 * decode.dispatch.p99, 2),
+        "dispatch_count": decode.dispatch.count,
+        "dispatch_switched_count": decode.dispatch_switched.count,
+        "dispatch_switched_p99_us": round(1e6 * decode.dispatch_switched.p99, 2),
+        "dispatch_missed": decode.dispatch_missed,
         "peak_rss_mib": _peak_rss_mib(),
     }
+    phases = {name: phase_profile(phase) for name, phase in done.phases.items()} if profile else {}
     if as_json:
-        write_json(result)
-    else:
-        for name, value in result.items():
-            write(f"{name:22} {value}")
+        write_json(result | ({"profile": phases} if profile else {}))
+        return
+    for name, value in result.items():
+        write(f"{name:24} {value}")
+    for name, phase in phases.items():
+        write(f"\n{name}: milliseconds for each of {phase['tokens']} tokens, by layer and op")
+        write(profile_table(phase))
 
 
 def _decode(engine: Engine, items: list[tuple[Session, list[int]]]) -> None:

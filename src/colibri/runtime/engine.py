@@ -15,7 +15,19 @@ import numpy as np
 
 from colibri.cbi.reader import CbiFile
 from colibri.errors import ColibriError, TemplateError, TokenizerError, UsageError
-from colibri.runtime.backend import STATE_FORMATS, Backend, ForwardItem, Statistics
+from colibri.runtime.backend import (
+    HUGE_PAGES,
+    IO_MODES,
+    MAX_BATCH_TOKENS,
+    MAX_IO_THREADS,
+    MAX_PREFETCH_DEPTH,
+    STATE_FORMATS,
+    VERIFY_MODES,
+    Backend,
+    ForwardItem,
+    NativeOptions,
+    Statistics,
+)
 from colibri.runtime.generation import Generation, GenerationDefaults
 from colibri.runtime.interruptible import run_interruptible
 from colibri.runtime.native_backend import NativeBackend
@@ -24,6 +36,7 @@ from colibri.runtime.session import Session, token_array
 from colibri.tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 4096
+DEFAULT_PREFETCH_DEPTH = 1
 
 
 def demo_model_path() -> Path:
@@ -38,8 +51,20 @@ class Engine:
     kv: format of the attention state, "f32", "f16" or "q8"; None takes the file's default.
     max_batch_tokens: tokens computed together (more are done in several passes); memory
         grows with it, the results do not change.
-    Environment: COLIBRI_CPU=scalar|avx2|avx512 forces a kernel set, COLIBRI_VM=reference runs
-    the NumPy definition of the ops instead of the core.
+    pin: keep each thread on a processor of its own (the calling thread while it computes). Two processes that may
+        use the same processors would take the same ones, so give each a mask of its own first (taskset).
+        UsageError when there are more threads than processors.
+    expert_cache: bytes of memory for experts; None has room for all. With less they are read from the file
+        when a layer asks for them; what is computed stays the same.
+    io_threads: threads that read experts, at most 16; None is 2.
+    io: "direct" reads past the page cache of the system, "buffered" through it, "auto" as the file allows.
+    verify: "crc" checks the checksum of every record on every read, "full" besides its SHA-256 the first time,
+        "off" nothing.
+    prefetch_depth: predict the experts of so many coming layers and read them ahead, at most 8; None is 1, 0 off.
+    mlock, huge_pages ("2M" or "1G"): memory for experts is locked, or of huge pages, if the system allows.
+    Environment: COLIBRI_CPU=scalar|avx2|avxvnni|avx512|amx|neon|i8mm forces a kernel set,
+    COLIBRI_VM=reference runs the NumPy definition of the ops instead of the core, COLIBRI_DEBUG=guard makes memory
+    without an expert inaccessible.
     Raises ModelFileError, UsageError, OutOfMemoryError.
     """
 
@@ -50,11 +75,31 @@ class Engine:
         threads: int | None = None,
         kv: str | None = None,
         max_batch_tokens: int | None = None,
+        pin: bool = False,
+        expert_cache: int | None = None,
+        io_threads: int | None = None,
+        io: str = "auto",
+        verify: str = "crc",
+        prefetch_depth: int | None = None,
+        mlock: bool = False,
+        huge_pages: str = "off",
     ):
         threads = _whole("threads", threads, 1, 1024)
-        max_batch_tokens = _whole("max_batch_tokens", max_batch_tokens, 1, 4096)
-        if kv is not None and kv not in STATE_FORMATS:
-            raise UsageError(f"kv must be one of {', '.join(STATE_FORMATS)}, not {kv!r}")
+        if kv is not None:
+            _one_of("kv", kv, STATE_FORMATS)
+        if prefetch_depth is None:
+            prefetch_depth = DEFAULT_PREFETCH_DEPTH
+        options = NativeOptions(
+            max_batch_tokens=_whole("max_batch_tokens", max_batch_tokens, 1, MAX_BATCH_TOKENS),
+            io_threads=_whole("io_threads", io_threads, 1, MAX_IO_THREADS),
+            io=_one_of("io", io, IO_MODES),
+            verify=_one_of("verify", verify, VERIFY_MODES),
+            huge_pages=_one_of("huge_pages", huge_pages, HUGE_PAGES),
+            prefetch_depth=_whole("prefetch_depth", prefetch_depth, 0, MAX_PREFETCH_DEPTH),
+            lock_memory=mlock,
+            guard=_debug_guard(),
+            expert_bytes=_whole("expert_cache", expert_cache, 1, 2**63),
+        )
         self.path = Path(path) if path is not None else demo_model_path()
         with CbiFile.open(self.path) as file:
             self.metadata: dict[str, Any] = file.metadata
@@ -64,7 +109,7 @@ class Engine:
         self._state_format = STATE_FORMATS[kv] if kv else 0
         self._sessions: WeakSet[Session] = WeakSet()
         self._lock = threading.Lock()
-        self.backend: Backend = _open_backend(self.path, threads, max_batch_tokens)
+        self.backend: Backend = _open_backend(self.path, threads, options, pin)
 
     def __enter__(self) -> Engine:
         return self
@@ -247,15 +292,30 @@ def _whole(name: str, value: int | None, low: int, high: int) -> int:
     return value
 
 
-def _open_backend(path: Path, threads: int, max_batch_tokens: int) -> Backend:
+def _one_of(name: str, value: str, known: Mapping[str, int]) -> str:
+    if value not in known:
+        raise UsageError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+    return value
+
+
+def _debug_guard() -> bool:
+    value = os.environ.get("COLIBRI_DEBUG", "")
+    if value not in ("", "guard"):
+        raise UsageError(f"COLIBRI_DEBUG must be guard or empty, not {value!r}")
+    return value == "guard"
+
+
+def _open_backend(path: Path, threads: int, options: NativeOptions, pin: bool) -> Backend:
     vm = os.environ.get("COLIBRI_VM", "native") or "native"
     if vm == "native":
         cpu = os.environ.get("COLIBRI_CPU", "")
         try:
-            return NativeBackend(path, threads, cpu, max_batch_tokens)
+            return NativeBackend(path, threads, cpu, options, pin)
         except UsageError as error:
-            raise UsageError(f"COLIBRI_CPU={cpu}: {error}" if cpu else str(error)) from None
+            raise UsageError(f"COLIBRI_CPU={cpu}: {error}" if f"'{cpu}'" in str(error) else str(error)) from None
     if vm == "reference":
+        if pin:
+            raise UsageError("COLIBRI_VM=reference runs on one thread and pins none; leave pin out")
         from colibri.runtime.reference_backend import ReferenceBackend
 
         return ReferenceBackend(path)
