@@ -110,7 +110,7 @@ class Lru(Policy):
 
 
 class LayerLru(Lru):
-    """The least recent of the layer's own, once it has its equal share of the slots; else of the layers above theirs."""
+    """The least recent of the layer that calls, so that each keeps the slots it took when there were free ones."""
 
     def begin(self, call: int, needed: np.ndarray, hits: np.ndarray) -> None:
         super().begin(call, needed, hits)
@@ -120,7 +120,6 @@ class LayerLru(Lru):
         own = np.zeros(candidates.size, bool)
         own[self.layer * self.experts : (self.layer + 1) * self.experts] = True
         mine = least(self.key, candidates & own, count)
-        # While slots are free nobody is evicted, so layers may have got more or less than their shares.
         return np.concatenate([mine, least(self.key, candidates & ~own, count - len(mine))])
 
 
@@ -143,7 +142,7 @@ class DecayedLfu(Policy):
 
 
 class LruTwo(Policy):
-    """The one whose last but one call is the oldest (LRU-2); those called once go first, the least recent of them first."""
+    """The one whose last but one call is the oldest (LRU-2); before it those called once only."""
 
     def __init__(self, trace: Trace, slots: int):
         super().__init__(trace, slots)
@@ -157,7 +156,7 @@ class LruTwo(Policy):
 
 
 class TwoQueues(Policy):
-    """2Q: new ones pass through a FIFO of a quarter of the slots; those called again soon after leaving it are kept by LRU."""
+    """2Q: a FIFO of a quarter of the slots for new ones, LRU for those called again soon after they left it."""
 
     def __init__(self, trace: Trace, slots: int):
         super().__init__(trace, slots)
@@ -260,6 +259,15 @@ class ExpectedWait(Policy):
         return least(-distance, candidates, count)
 
 
+class Hindsight(Policy):
+    """The one called least often in the whole trace: the best that counting could know, were it constant."""
+
+    def __init__(self, trace: Trace, slots: int):
+        super().__init__(trace, slots)
+        for needed in trace.needed:
+            self.key[needed] += 1
+
+
 class Belady(Policy):
     """The one needed last in the future."""
 
@@ -282,6 +290,7 @@ def decayed(half_life: float) -> Callable[[Trace, int], Policy]:
 
 POLICIES: dict[str, Callable[[Trace, int], Policy]] = {
     "belady": Belady,
+    "hindsight": Hindsight,
     "random": Random,
     "fifo": Fifo,
     "lru": Lru,
@@ -326,3 +335,70 @@ def replay(trace: Trace, policy: Policy, slots: int) -> tuple[np.ndarray, np.nda
             resident[number] = True
             policy.fill(call, np.array([number]))
     return hits, misses
+
+
+def rows_of(trace: Trace, share: int, policies: list[str]) -> list[dict[str, object]]:
+    slots = trace.layers * trace.experts * share // 100
+    record = float(trace.expert_bytes.mean())
+    rows: list[dict[str, object]] = []
+    best = 0.0
+    for name in policies:
+        hits, misses = replay(trace, POLICIES[name](trace, slots), slots)
+        rate = 100 * hits.sum() / (hits.sum() + misses.sum())
+        best = rate if name == "belady" else best
+        rows.append(
+            {
+                "trace": trace.name,
+                "share": share,
+                "slots": slots,
+                "policy": name,
+                "hits": hits.sum(),
+                "misses": misses.sum(),
+                "hit_percent": round(rate, 2),
+                "below_belady": round(best - rate, 2) if best else "",
+                "mib_per_token": round(misses.sum() * record / trace.tokens / 2**20, 4),
+                "least_layer_hit_percent": round(100 * (hits / np.maximum(1, hits + misses)).min(), 2),
+            }
+        )
+    return rows
+
+
+def print_summary(rows: list[dict[str, object]], shares: list[int], policies: list[str]) -> None:
+    """Mean hit rates over the traces and, in brackets, the points that Belady's is higher, at most."""
+    print("| policy | " + " | ".join(f"{share}%" for share in shares) + " |")
+    print("|---|" + "---|" * len(shares))
+    for name in policies:
+        cells: list[str] = []
+        for share in shares:
+            mine = [row for row in rows if row["policy"] == name and row["share"] == share]
+            rate = np.mean([float(str(row["hit_percent"])) for row in mine])
+            gaps = [float(str(row["below_belady"])) for row in mine if row["below_belady"] != ""]
+            cells.append(f"{rate:.1f}" + (f" ({max(gaps):.1f})" if gaps and name != "belady" else ""))
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", nargs="*", type=pathlib.Path)
+    parser.add_argument("--share", type=int, action="append", help="slots in percent of all experts [10, 25, 50, 75]")
+    parser.add_argument("--policy", action="append", choices=list(POLICIES))
+    parser.add_argument("--output", type=pathlib.Path, default=HERE / "results" / "cache_replay.csv")
+    arguments = parser.parse_args()
+    shares = arguments.share or list(SHARES)
+    policies = arguments.policy or list(POLICIES)
+    rows: list[dict[str, object]] = []
+    for path in arguments.traces or sorted((HERE / "traces").glob("*.npz")):
+        trace = Trace.load(path)
+        for share in shares:
+            rows += rows_of(trace, share, policies)
+        print(f"{trace.name}: {len(trace.needed)} calls, {trace.layers} layers of {trace.experts}, top {trace.top_k}")
+    print_summary(rows, shares, policies)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    with arguments.output.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

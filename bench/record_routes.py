@@ -52,7 +52,7 @@ def counts_of(engine: colibri.Engine) -> np.ndarray:
     sets = engine.statistics().expert_sets
     widths = {one.expert_count for one in sets}
     if len(widths) != 1:
-        raise SystemExit(f"{engine.path} has layers with {sorted(widths)} experts; a trace needs the same number in all")
+        raise SystemExit(f"{engine.path}: layers have {sorted(widths)} experts; a trace needs the same number in all")
     return np.array([one.tokens_per_expert for one in sets], np.int64)
 
 
@@ -87,7 +87,7 @@ def save(path: pathlib.Path, model: pathlib.Path, used: np.ndarray, tokens: np.n
         layers=len(sizes),
         experts=len(sizes[0]),
     )
-    print(f"{path.name}: {len(tokens)} passes, {tokens.sum()} tokens, {used.sum()} requests, {path.stat().st_size} bytes")
+    print(f"{path.name}: {len(tokens)} passes, {tokens.sum()} tokens, {used.sum()} requests")
 
 
 def record_defaults(shapes: dict[str, pathlib.Path]) -> None:
