@@ -33,6 +33,8 @@ void cb_copy_message(const cb_error *error, char *message, size_t message_size);
 /* Zeroed, aligned to 64 bytes (to 4096 from 1 MiB on); NULL when it cannot be had. size 0 is allowed. */
 void *cb_alloc(uint64_t size);
 void cb_free(void *memory);
+/* What cb_alloc takes for it; whole pages where the system gives it pages of its own. */
+uint64_t cb_alloc_bytes(uint64_t size);
 /* a * b, or UINT64_MAX on overflow (which cb_alloc refuses). */
 uint64_t cb_multiply(uint64_t a, uint64_t b);
 static inline uint64_t cb_round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }

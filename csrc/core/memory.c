@@ -4,11 +4,15 @@
 #include "core/core.h"
 
 #define LARGE (UINT64_C(1) << 20)
+#define PAGE UINT64_C(4096)
+#define HEAP_LIMIT (UINT64_C(128) << 10) /* glibc maps larger blocks on their own */
+
+static uint64_t alignment_of(uint64_t size) { return size >= LARGE ? PAGE : CB_CACHE_LINE; }
 
 /* calloc, not aligned_alloc and memset: fresh pages of a large block are zero already and are
  * first touched by whoever fills them. The block's true start lies just before the memory. */
 void *cb_alloc(uint64_t size) {
-    uint64_t alignment = size >= LARGE ? 4096 : CB_CACHE_LINE;
+    uint64_t alignment = alignment_of(size);
     uint64_t slack = alignment + sizeof(void *);
     if (size > PTRDIFF_MAX - slack)
         return NULL;
@@ -19,6 +23,13 @@ void *cb_alloc(uint64_t size) {
     char *memory = start + (aligned - (uintptr_t)start);
     memcpy(memory - sizeof start, &start, sizeof start);
     return memory;
+}
+
+uint64_t cb_alloc_bytes(uint64_t size) {
+    uint64_t slack = alignment_of(size) + sizeof(void *) + 16; /* the allocator's own header besides */
+    if (size > PTRDIFF_MAX - slack - PAGE)
+        return UINT64_MAX;
+    return cb_round_up(size + slack, size + slack >= HEAP_LIMIT ? PAGE : 16);
 }
 
 void cb_free(void *memory) {

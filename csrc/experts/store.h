@@ -43,19 +43,27 @@ typedef struct cb_store_ready {
     const uint8_t *record; /* aligned to 64; NULL: it could not be read, and `error` says why */
     const cb_error *error;
 } cb_store_ready;
-/* experts: distinct. Reads of the missing ones start at once, first to last, as far as there are slots that this
- * call does not need. */
+/* experts: distinct, copied. Reads of the missing ones start at once, first to last, as far as there are slots that
+ * this call does not need. */
 void cb_store_begin(cb_expert_store *store, uint32_t set, const uint32_t *experts, uint32_t count);
 /* Hands out what is in memory and was not handed out yet, `most` at most, pinned; waits for one when there is none.
- * 0: the call has got all. */
+ * 0: the call has got all. Release what you hold before the next time: a record that waits for one of these slots
+ * would never come. An error stays readable until cb_store_end. */
 uint32_t cb_store_next(cb_expert_store *store, cb_store_ready *ready, uint32_t most);
-/* The call reads this record no more; its slot may take another record that the call waits for. */
+/* The call reads this record no more; its slot may take another record that the call waits for. Nothing to do for one
+ * that could not be read. */
 void cb_store_release(cb_expert_store *store, uint32_t index);
 /* Ends the call, also early: pins go, reads that have not begun are dropped. */
 void cb_store_end(cb_expert_store *store);
 
-/* Low-priority reads of experts that will probably be asked for soon; never delays or evicts what a call needs. */
+/* Low-priority reads, which never delay or evict what a call needs; any thread. A read that fails says nothing: the
+ * call that needs the record tries again.
+ *
+ * Experts that the next call of this set will probably ask for. They take free slots and those of records whose next
+ * use seems farther away; what has not begun when that call comes is dropped. */
 void cb_store_prefetch(cb_expert_store *store, uint32_t set, const uint32_t *experts, uint32_t count);
+/* Experts that are often used, to fill free slots: nothing is evicted for them. */
+void cb_store_warm(cb_expert_store *store, uint32_t set, const uint32_t *experts, uint32_t count);
 
 /* Numbers of one set since the store was opened. */
 typedef struct cb_store_stats {
@@ -72,6 +80,14 @@ void cb_store_get_expert_loads(const cb_expert_store *store, uint32_t set, uint6
 uint64_t cb_expert_store_bytes(const cb_expert_store *store);   /* of slots */
 bool cb_expert_store_is_resident(const cb_expert_store *store); /* holds every record for good */
 bool cb_expert_store_is_direct(const cb_expert_store *store);   /* reads past the page cache */
-const char *cb_store_warning(const cb_expert_store *store);     /* NULL, or what the kernel refused, one sentence */
+const char *cb_store_warning(const cb_expert_store *store);     /* NULL, or what the kernel refused */
+
+/* What lies at an address, for whoever explains a fault with `guard`. Takes no lock and may be called in a signal
+ * handler. False: no slot is there. */
+typedef struct cb_store_place {
+    uint32_t slot, set, expert; /* the record that the slot holds or held last; set UINT32_MAX: none yet */
+    const char *state;          /* "free", "loading", "kept" (no call has asked for it) or "pinned" */
+} cb_store_place;
+bool cb_store_slot_at(const cb_expert_store *store, const void *address, cb_store_place *place);
 
 #endif

@@ -132,7 +132,8 @@ static void settle_item(colibri_item *item) {
     colibri_session *session = item->session;
     if (session == NULL || atomic_load(&session->holder) != item)
         return; /* was not held for this item */
-    bool ran = item->status == COLIBRI_OK || item->status == COLIBRI_CANCELLED || item->status == COLIBRI_NON_FINITE;
+    bool ran = item->status == COLIBRI_OK || item->status == COLIBRI_CANCELLED || item->status == COLIBRI_NON_FINITE ||
+               item->status == COLIBRI_IO || item->status == COLIBRI_BAD_FILE;
     if (ran && atomic_exchange(&session->cancel, false) && item->status == COLIBRI_OK)
         cb_item_fail(item, COLIBRI_CANCELLED, "cancelled; the session keeps its position");
     if (item->status == COLIBRI_OK) {

@@ -139,6 +139,7 @@ static void plan(cb_vm *vm, cb_arena *arena) {
     cb_plan_attention(vm, arena, &worker_bytes);
     cb_plan_experts(vm, arena, &worker_bytes);
     cb_plan_route(vm, &worker_bytes);
+    cb_plan_prediction(vm, arena);
     vm->worker_bytes = cb_round_up(worker_bytes, CB_CACHE_LINE);
     vm->worker_scratch = cb_arena_take(arena, vm->threads, worker_bytes == UINT64_MAX ? UINT64_MAX : vm->worker_bytes);
 }
@@ -186,46 +187,81 @@ static bool open_counters(cb_vm *vm) {
     return true;
 }
 
-colibri_status cb_vm_open(const cb_model *model, const cb_expert_store *store, const cb_kernels *kernels, cb_pool *pool,
-                          uint32_t max_rows, cb_vm **result, cb_error *error) {
+static uint32_t count_gathers(const cb_program *program) {
+    uint32_t gathers = 0;
+    for (uint32_t i = 0; i < program->op_count; i++)
+        gathers += program->ops[i].opcode == CB_OP_GATHER_OUTPUTS;
+    return gathers;
+}
+
+/* Everything but the arena, whose size it plans. */
+static colibri_status open_tables(const cb_model *model, const cb_kernels *kernels, uint32_t threads,
+                                  const cb_vm_options *options, cb_vm **result, cb_error *error) {
     const cb_program *program = &model->program;
     *result = NULL;
     cb_vm *vm = cb_alloc(sizeof *vm);
     if (vm == NULL)
         return cb_fail(error, COLIBRI_OUT_OF_MEMORY, "not enough memory for an engine");
     vm->model = model;
-    vm->store = store;
     vm->kernels = kernels;
-    vm->pool = pool;
-    vm->threads = cb_pool_threads(pool);
-    vm->max_rows = max_rows;
-    uint32_t gathers = 0;
-    for (uint32_t i = 0; i < program->op_count; i++)
-        gathers += program->ops[i].opcode == CB_OP_GATHER_OUTPUTS;
+    vm->threads = threads;
+    vm->max_rows = options->max_rows;
+    vm->resident = options->resident;
     cb_arena arena = {0};
     if (check_formats(vm, error) != COLIBRI_OK)
         goto fail;
     vm->registers = cb_alloc(cb_multiply(program->value_count, sizeof *vm->registers));
-    vm->gathered = cb_alloc(cb_multiply(gathers, sizeof *vm->gathered));
-    if (vm->registers == NULL || vm->gathered == NULL || !open_counters(vm))
-        goto no_memory;
+    vm->gathered = cb_alloc(cb_multiply(count_gathers(program), sizeof *vm->gathered));
+    if (vm->registers == NULL || vm->gathered == NULL || !open_counters(vm) ||
+        !cb_open_prediction(vm, options->prefetch_depth)) {
+        cb_fail(error, COLIBRI_OUT_OF_MEMORY, "%.200s: not enough memory for an engine's tables", model->path);
+        goto fail;
+    }
     plan(vm, &arena);
-    vm->arena = cb_alloc(arena.size);
     vm->arena_bytes = arena.size;
-    if (vm->arena == NULL)
-        goto no_memory;
-    arena = (cb_arena){.base = vm->arena};
-    plan(vm, &arena);
     *result = vm;
     return COLIBRI_OK;
 
-no_memory:
-    cb_fail(error, COLIBRI_OUT_OF_MEMORY,
-            "%.200s: not enough memory for %" PRIu64 " bytes to work in; lower max_batch_tokens (now %u)", model->path,
-            arena.size, max_rows);
 fail:
     cb_vm_close(vm);
     return error->status;
+}
+
+colibri_status cb_vm_plan(const cb_model *model, const cb_kernels *kernels, uint32_t threads,
+                          const cb_vm_options *options, uint64_t *arena_bytes, uint64_t *table_bytes, cb_error *error) {
+    cb_vm *vm;
+    if (open_tables(model, kernels, threads, options, &vm, error) != COLIBRI_OK)
+        return error->status;
+    *arena_bytes = vm->arena_bytes;
+    *table_bytes = sizeof *vm + model->program.value_count * sizeof *vm->registers +
+                   count_gathers(&model->program) * sizeof *vm->gathered + model->set_count * sizeof *vm->sets +
+                   cb_prediction_table_bytes(vm);
+    for (uint32_t s = 0; s < model->set_count; s++)
+        *table_bytes += model->sets[s].count * sizeof *vm->sets[s].tokens;
+    cb_vm_close(vm);
+    return COLIBRI_OK;
+}
+
+colibri_status cb_vm_open(const cb_model *model, cb_expert_store *store, const cb_kernels *kernels, cb_pool *pool,
+                          const cb_vm_options *options, cb_vm **result, cb_error *error) {
+    cb_vm *vm;
+    *result = NULL;
+    if (open_tables(model, kernels, cb_pool_threads(pool), options, &vm, error) != COLIBRI_OK)
+        return error->status;
+    vm->store = store;
+    vm->pool = pool;
+    vm->arena = cb_alloc(vm->arena_bytes);
+    if (vm->arena == NULL) {
+        cb_fail(error, COLIBRI_OUT_OF_MEMORY,
+                "%.200s: not enough memory for %" PRIu64 " bytes to work in; lower max_batch_tokens (now %u)",
+                model->path, vm->arena_bytes, options->max_rows);
+        cb_vm_close(vm);
+        return error->status;
+    }
+    cb_arena arena = {.base = vm->arena};
+    plan(vm, &arena);
+    *result = vm;
+    return COLIBRI_OK;
 }
 
 void cb_vm_close(cb_vm *vm) {
@@ -234,6 +270,7 @@ void cb_vm_close(cb_vm *vm) {
     for (uint32_t s = 0; vm->sets != NULL && s < vm->model->set_count; s++)
         cb_free(vm->sets[s].tokens);
     cb_free(vm->sets);
+    cb_close_prediction(vm);
     cb_free(vm->arena);
     cb_free(vm->gathered);
     cb_free(vm->registers);
@@ -349,7 +386,10 @@ void cb_vm_run(cb_vm *vm) {
     cb_pass *pass = &vm->pass;
     cb_count(&vm->passes, 1);
     cb_count(&vm->tokens, pass->rows);
+    cb_prediction_start(vm);
     bool alive = walk(vm, false);
+    if (alive)
+        cb_prediction_end(vm);
     for (uint32_t first = 0; alive && first < pass->output_count; first += CB_OUTPUT_ROWS) {
         uint32_t left = pass->output_count - first;
         pass->chunk_first = first;

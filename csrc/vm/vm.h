@@ -64,7 +64,8 @@ typedef _Atomic uint64_t cb_counter; /* one writer, any readers */
 
 typedef struct cb_set_counters {
     cb_counter experts_computed, expert_tokens, bytes_touched;
-    cb_counter *tokens; /* [experts] */
+    cb_counter predictable, predicted, recalled; /* as in colibri_expert_set_stats */
+    cb_counter *tokens;                          /* [experts] */
 } cb_set_counters;
 
 /* What an op file keeps in the arena; sizes come from its plan function. */
@@ -72,12 +73,34 @@ typedef struct cb_query_chunk {
     uint32_t segment, first_row, count;
 } cb_query_chunk;
 
+/* Predicts the experts of coming layers (predict.c). */
+typedef struct cb_chain cb_chain;
+typedef struct cb_prediction {
+    uint32_t depth, chain_count;
+    cb_chain *chains; /* for each experts op, in the order of the program; NULL: nothing is predicted */
+    float *normed, *logits;
+    uint64_t normed_stride, logits_stride;
+    uint32_t *experts;
+    bool judged, guesses; /* the running pass is measured, and predicts */
+    uint64_t started;
+    uint32_t tried, measured[2];
+    double cost[2]; /* nanoseconds of a token in passes without and with prediction, a moving average */
+    cb_counter passes, skipped, nanoseconds;
+} cb_prediction;
+
+typedef struct cb_vm_options {
+    uint32_t max_rows;
+    uint32_t prefetch_depth;
+    bool resident; /* every expert stays in memory */
+} cb_vm_options;
+
 typedef struct cb_vm {
     const cb_model *model;
-    const cb_expert_store *store;
+    cb_expert_store *store;
     const cb_kernels *kernels;
     cb_pool *pool;
     uint32_t threads, max_rows;
+    bool resident;
 
     cb_pass pass;
     cb_register *registers; /* [value_count] */
@@ -92,6 +115,7 @@ typedef struct cb_vm {
     float *partials;              /* attention splits computed side by side */
     uint64_t partial_floats;
     uint8_t *expert_scratch;
+    cb_prediction prediction;
 
     uint8_t *arena;
     uint64_t arena_bytes;
@@ -102,8 +126,11 @@ typedef struct cb_vm {
 } cb_vm;
 
 /* UNSUPPORTED when the program uses a weight format that has no kernel. */
-colibri_status cb_vm_open(const cb_model *model, const cb_expert_store *store, const cb_kernels *kernels, cb_pool *pool,
-                          uint32_t max_rows, cb_vm **vm, cb_error *error);
+colibri_status cb_vm_open(const cb_model *model, cb_expert_store *store, const cb_kernels *kernels, cb_pool *pool,
+                          const cb_vm_options *options, cb_vm **vm, cb_error *error);
+/* Bytes of the arena and of the tables beside it that cb_vm_open would take. */
+colibri_status cb_vm_plan(const cb_model *model, const cb_kernels *kernels, uint32_t threads,
+                          const cb_vm_options *options, uint64_t *arena_bytes, uint64_t *table_bytes, cb_error *error);
 void cb_vm_close(cb_vm *vm);
 /* Runs vm->pass, which the caller has filled. Failures go to the items of its segments. */
 void cb_vm_run(cb_vm *vm);
@@ -175,6 +202,18 @@ float cb_log_softmax(const cb_kernels *kernels, float *logits, uint32_t n, float
 void cb_plan_attention(cb_vm *vm, cb_arena *arena, uint64_t *worker_bytes);
 void cb_plan_experts(cb_vm *vm, cb_arena *arena, uint64_t *worker_bytes);
 void cb_plan_route(const cb_vm *vm, uint64_t *worker_bytes);
+
+/* With prefetch_depth layers; false: out of memory. */
+bool cb_open_prediction(cb_vm *vm, uint32_t prefetch_depth);
+void cb_close_prediction(cb_vm *vm);
+uint64_t cb_prediction_table_bytes(const cb_vm *vm);
+void cb_plan_prediction(cb_vm *vm, cb_arena *arena);
+void cb_prediction_start(cb_vm *vm); /* of a pass */
+void cb_prediction_end(cb_vm *vm);   /* of a pass that was not abandoned */
+/* Starts reads for the layers after this experts op, whose own are under way. */
+void cb_predict_experts(cb_vm *vm, const cb_op *op);
+/* Counts how many of the experts that the op asks for were predicted. */
+void cb_judge_prediction(cb_vm *vm, const cb_op *op, const uint32_t *experts, uint32_t count);
 
 void cb_run_embed(cb_vm *vm, const cb_op *op);
 void cb_run_rms_norm(cb_vm *vm, const cb_op *op);

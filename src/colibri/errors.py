@@ -63,5 +63,13 @@ class OutOfMemoryError(ColibriError, MemoryError):
     """Memory for a model, session or call could not be had; the message gives the size."""
 
 
+class MemoryBudgetError(OutOfMemoryError):
+    """Memory would exceed the budget (`ram`); the message gives the figures and what to change."""
+
+
 class StateError(ColibriError):
     """A saved state does not belong to this model, session or version."""
+
+
+class MemoryBudgetWarning(UserWarning):
+    """The memory that was asked for may not be had: the message names the limit. What was asked for goes on."""

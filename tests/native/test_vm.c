@@ -478,9 +478,12 @@ static void spoil_tensor(colibri_engine *engine, const char *name, float value) 
 static void spoil_experts(colibri_engine *engine, int part, float value) {
     const cb_expert_set *set = &engine->model->sets[1];
     for (uint32_t e = 0; e < set->count; e++) {
+        cb_store_ready ready;
         CHECK(set->experts[e].format[part] == CB_FORMAT_F32);
-        const uint8_t *data = cb_expert_store_get(engine->store, 1, e) + set->experts[e].part[part];
-        set_all(data, (uint64_t)set->width * set->ffn, value);
+        cb_store_begin(engine->store, 1, &e, 1);
+        CHECK(cb_store_next(engine->store, &ready, 1) == 1 && ready.record != NULL);
+        set_all(ready.record + set->experts[e].part[part], (uint64_t)set->width * set->ffn, value);
+        cb_store_end(engine->store);
     }
 }
 
@@ -532,7 +535,7 @@ static void test_arguments(void) {
     CHECK(colibri_init(NULL, &runtime, NULL, 0) == COLIBRI_OK && colibri_thread_count(runtime) >= 1);
     CHECK(colibri_engine_open(runtime, "/nowhere.cbi", NULL, &engine, message, sizeof message) == COLIBRI_IO);
     CHECK(engine == NULL && strstr(message, "/nowhere.cbi") != NULL);
-    colibri_engine_options engine_options = {.max_batch_tokens = 4097};
+    colibri_engine_options engine_options = {.max_batch_tokens = 65537};
     CHECK(colibri_engine_open(runtime, path, &engine_options, &engine, message, sizeof message) == COLIBRI_INVALID);
     CHECK(colibri_engine_open(runtime, path, NULL, &engine, NULL, 0) == COLIBRI_OK);
     static const colibri_session_options wrong[] = {{0, 0}, {(1u << 24) + 1, 0}, {1, 4}};

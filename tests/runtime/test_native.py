@@ -20,6 +20,7 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "colibri_engine_options": native.EngineOptions,
     "colibri_engine_info": native.EngineInfo,
     "colibri_session_options": native.SessionOptions,
+    "colibri_memory_plan": native.MemoryPlan,
     "colibri_item": native.Item,
     "colibri_sampling": native.Sampling,
     "colibri_sample_result": native.SampleResult,

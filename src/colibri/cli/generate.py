@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from colibri.cli.engine_options import EngineOptions
 from colibri.cli.output import write, write_json
 from colibri.errors import ColibriError, UsageError
 from colibri.runtime.backend import Statistics
@@ -73,16 +74,16 @@ def run_command(
     max_tokens: int,
     sampling: Mapping[str, Any],
     stop: Sequence[str],
-    threads: int | None,
     context: int | None,
+    engine: EngineOptions,
     as_json: bool,
     statistics: bool,
 ) -> None:
     model, text = choose_prompt(arguments, prompt_file)
-    with Engine(model, threads=threads) as engine:
+    with Engine(model, context=context, **engine) as opened:
         source: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
         start = time.perf_counter()
-        generation = engine.generate(**source, max_tokens=max_tokens, stop=stop, context=context, **sampling)
+        generation = opened.generate(**source, max_tokens=max_tokens, stop=stop, **sampling)
         try:
             for piece in generation:
                 if not as_json:
@@ -102,12 +103,12 @@ def run_command(
                 "seconds": round(seconds, 4),
             }
             if statistics:
-                result["statistics"] = statistics_object(engine.statistics())
+                result["statistics"] = statistics_object(opened.statistics())
             write_json(result)
         else:
             write("")
             if statistics:
-                print_statistics(engine.statistics())
+                print_statistics(opened.statistics())
 
 
 def statistics_object(statistics: Statistics) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from colibri.errors import (
     UsageError,
 )
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MESSAGE_SIZE = 512
 TOP_LOGPROBS = 20
 OK = 0
@@ -46,7 +46,18 @@ class RuntimeOptions(c.Structure):
 
 
 class EngineOptions(c.Structure):
-    _fields_ = (("max_batch_tokens", c.c_uint32),)
+    _fields_ = (
+        ("max_batch_tokens", c.c_uint32),
+        ("io_threads", c.c_uint32),
+        ("io", c.c_uint32),
+        ("verify", c.c_uint32),
+        ("huge_pages", c.c_uint32),
+        ("prefetch_depth", c.c_uint32),
+        ("lock_memory", c.c_uint32),
+        ("guard", c.c_uint32),
+        ("expert_bytes", c.c_uint64),
+        ("state_bytes", c.c_uint64),
+    )
 
 
 class EngineInfo(c.Structure):
@@ -66,6 +77,24 @@ class EngineInfo(c.Structure):
 
 class SessionOptions(c.Structure):
     _fields_ = (("context", c.c_uint32), ("state_format", c.c_uint32))
+
+
+class MemoryPlan(c.Structure):
+    _fields_ = (
+        ("tensor_bytes", c.c_uint64),
+        ("scratch_bytes", c.c_uint64),
+        ("other_bytes", c.c_uint64),
+        ("session_bytes", c.c_uint64),
+        ("all_expert_bytes", c.c_uint64),
+        ("least_expert_bytes", c.c_uint64),
+        ("wasted_expert_bytes", c.c_uint64),
+        ("largest_layer_bytes", c.c_uint64),
+        ("token_expert_bytes", c.c_uint64),
+        ("expert_count", c.c_uint32),
+        ("expert_set_count", c.c_uint32),
+        ("vocabulary_size", c.c_uint32),
+        ("context_limit", c.c_uint32),
+    )
 
 
 class Item(c.Structure):
@@ -112,6 +141,12 @@ class Stats(c.Structure):
         ("op_nanoseconds", c.c_uint64 * 32),
         ("cpu", c.c_char * 16),
         ("matmul", (c.c_char * 32) * 16),
+        ("resident", c.c_uint32),
+        ("is_direct", c.c_uint32),
+        ("predicted_passes", c.c_uint64),
+        ("unpredicted_passes", c.c_uint64),
+        ("prediction_nanoseconds", c.c_uint64),
+        ("warning", c.c_char * MESSAGE_SIZE),
     )
 
 
@@ -122,6 +157,17 @@ class ExpertSetStats(c.Structure):
         ("experts_computed", c.c_uint64),
         ("expert_tokens", c.c_uint64),
         ("bytes_touched", c.c_uint64),
+        ("hits", c.c_uint64),
+        ("misses", c.c_uint64),
+        ("bytes_read", c.c_uint64),
+        ("stall_nanoseconds", c.c_uint64),
+        ("prefetched", c.c_uint64),
+        ("prefetched_used", c.c_uint64),
+        ("evictions", c.c_uint64),
+        ("load_nanoseconds", c.c_uint64),
+        ("predictable", c.c_uint64),
+        ("predicted", c.c_uint64),
+        ("recalled", c.c_uint64),
     )
 
 
@@ -138,6 +184,18 @@ _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
     "colibri_engine_close": (c.c_int, (c.c_void_p,)),
     "colibri_engine_get_info": (None, (c.c_void_p, c.POINTER(EngineInfo))),
+    "colibri_engine_warm": (c.c_int, (c.c_void_p, c.c_uint32, c.c_void_p, c.c_uint32, *_MESSAGE)),
+    "colibri_plan_memory": (
+        c.c_int,
+        (
+            c.c_void_p,
+            c.c_char_p,
+            c.POINTER(EngineOptions),
+            c.POINTER(SessionOptions),
+            c.POINTER(MemoryPlan),
+            *_MESSAGE,
+        ),
+    ),
     "colibri_validate": (c.c_int, (c.c_char_p, *_MESSAGE)),
     "colibri_session_open": (
         c.c_int,
@@ -175,6 +233,7 @@ _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
         c.c_int,
         (c.c_void_p, c.c_uint32, c.POINTER(ExpertSetStats), c.c_void_p),
     ),
+    "colibri_get_expert_loads": (c.c_int, (c.c_void_p, c.c_uint32, c.c_void_p, c.c_void_p)),
 }
 
 
@@ -198,6 +257,13 @@ def _load() -> c.CDLL:
 
 
 library = _load()
+
+
+def release_free_memory() -> None:
+    """Give memory that was freed back to the system, as far as the C library can."""
+    trim = getattr(c.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def message_buffer() -> c.Array[c.c_char]:
