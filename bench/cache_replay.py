@@ -254,9 +254,8 @@ class ExpectedWait(Policy):
         ahead = (self.layer_of - self.layer - 1) % self.layers
         with np.errstate(divide="ignore"):
             wait = ahead + self.period * (self.weight[self.layer_of] / self.score)
-        distance = np.floor(np.minimum(wait, 2.0**40) * 65536)
-        distance[self.needed] = 0
-        return least(-distance, candidates, count)
+        wait[self.needed] = 0
+        return least(-wait, candidates, count)
 
 
 class Hindsight(Policy):
