@@ -12,13 +12,14 @@
 typedef struct cb_expert_store cb_expert_store;
 
 typedef struct cb_store_options {
-    uint64_t slot_bytes; /* for all slots; UINT64_MAX: room for every record, all read when it opens */
-    uint32_t io_threads; /* 1 to 16; 0: 2 */
-    uint32_t io;         /* COLIBRI_IO_* */
-    uint32_t verify;     /* COLIBRI_VERIFY_* */
-    uint32_t huge_pages; /* COLIBRI_PAGES_* */
-    bool lock_memory;    /* mlock the slots; refused by the kernel: goes on, cb_store_warning says so */
-    bool guard;          /* memory of slots that hold nothing cannot be accessed */
+    uint64_t slot_bytes;            /* for all slots; UINT64_MAX: room for every record, all read when it opens */
+    uint32_t io_threads;            /* 1 to 16; 0: 2 */
+    uint32_t io;                    /* COLIBRI_IO_* */
+    uint32_t verify;                /* COLIBRI_VERIFY_* */
+    uint32_t huge_pages;            /* COLIBRI_PAGES_* */
+    bool lock_memory;               /* mlock the slots; refused by the kernel: goes on, cb_store_warning says so */
+    bool guard;                     /* memory of slots that no call holds cannot be accessed */
+    const struct cb_policy *policy; /* who is evicted (experts/policy.h); NULL: the default */
 } cb_store_options;
 
 /* What a store takes; computed from the model's directory alone. */

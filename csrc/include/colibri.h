@@ -97,10 +97,12 @@ typedef struct colibri_engine_info {
     uint32_t expert_set_count;
     uint32_t default_state_format;
     uint32_t max_batch_tokens;
-    uint64_t weight_bytes;  /* memory for weights, expert slots included */
-    uint64_t expert_bytes;  /* of these, expert slots */
-    uint64_t scratch_bytes; /* working memory of the engine */
-    uint8_t digest[32];     /* of the model file */
+    uint64_t weight_bytes;       /* memory for weights, expert slots included */
+    uint64_t expert_bytes;       /* of these, expert slots */
+    uint64_t scratch_bytes;      /* working memory of the engine */
+    uint8_t digest[32];          /* of the model file */
+    uint64_t all_expert_bytes;   /* of the records of all experts */
+    uint64_t token_expert_bytes; /* of the experts that one token uses, at most */
 } colibri_engine_info;
 
 /* Reads and checks header, program and tensors, and with room for all experts every record of theirs; otherwise a

@@ -136,6 +136,8 @@ void colibri_engine_get_info(const colibri_engine *engine, colibri_engine_info *
                                   .expert_bytes = expert_bytes,
                                   .scratch_bytes = engine->vm->arena_bytes};
     memcpy(info->digest, engine->model->digest, sizeof info->digest);
+    info->all_expert_bytes = cb_all_expert_bytes(engine->model);
+    info->token_expert_bytes = cb_token_expert_bytes(engine->model);
 }
 
 colibri_status colibri_engine_warm(colibri_engine *engine, uint32_t set, const uint32_t *experts, uint32_t count,

@@ -13,14 +13,16 @@ static uint64_t table_bytes(const cb_model *model) {
     return bytes;
 }
 
-static void plan_experts(const cb_model *model, colibri_memory_plan *plan) {
-    for (uint32_t s = 0; s < model->set_count; s++) {
-        uint64_t bytes = 0;
+uint64_t cb_all_expert_bytes(const cb_model *model) {
+    uint64_t bytes = 0;
+    for (uint32_t s = 0; s < model->set_count; s++)
         for (uint32_t i = 0; i < model->sets[s].count; i++)
-            bytes += cb_round_up(model->sets[s].experts[i].size, RECORD_UNIT);
-        plan->expert_count += model->sets[s].count;
-        plan->largest_layer_bytes = bytes > plan->largest_layer_bytes ? bytes : plan->largest_layer_bytes;
-    }
+            bytes += model->sets[s].experts[i].size;
+    return bytes;
+}
+
+uint64_t cb_token_expert_bytes(const cb_model *model) {
+    uint64_t bytes = 0;
     for (uint32_t i = 0; i < model->program.op_count; i++) {
         const cb_op *op = &model->program.ops[i];
         if (op->opcode != CB_OP_EXPERTS)
@@ -29,8 +31,20 @@ static void plan_experts(const cb_model *model, colibri_memory_plan *plan) {
         uint64_t largest = 0;
         for (uint32_t e = 0; e < set->count; e++)
             largest = set->experts[e].size > largest ? set->experts[e].size : largest;
-        plan->token_expert_bytes += largest * model->program.values[op->experts.routing].width;
+        bytes += largest * model->program.values[op->experts.routing].width;
     }
+    return bytes;
+}
+
+static void plan_experts(const cb_model *model, colibri_memory_plan *plan) {
+    for (uint32_t s = 0; s < model->set_count; s++) {
+        uint64_t bytes = 0;
+        for (uint32_t i = 0; i < model->sets[s].count; i++)
+            bytes += cb_round_up(model->sets[s].experts[i].size, RECORD_UNIT);
+        plan->expert_count += model->sets[s].count;
+        plan->largest_layer_bytes = bytes > plan->largest_layer_bytes ? bytes : plan->largest_layer_bytes;
+    }
+    plan->token_expert_bytes = cb_token_expert_bytes(model);
 }
 
 static colibri_status plan_session(const cb_model *model, const colibri_session_options *options,

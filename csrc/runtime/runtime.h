@@ -53,6 +53,9 @@ colibri_status cb_check_engine_options(const colibri_engine_options *given, coli
 void cb_engine_parts(const cb_model *model, const colibri_engine_options *options, cb_store_options *store,
                      cb_vm_options *vm);
 colibri_status cb_check_session_options(const colibri_session_options *options, cb_error *error);
+/* Bytes of all experts' records, and of those that one token uses at most (plan.c). */
+uint64_t cb_all_expert_bytes(const cb_model *model);
+uint64_t cb_token_expert_bytes(const cb_model *model);
 /* Memory that a session takes. */
 uint64_t cb_session_bytes(const cb_block_layout *layout, uint32_t context);
 /* Takes the session for one call: INVALID for NULL, FORKED, BUSY. */

@@ -20,7 +20,7 @@
 
 /* The ops that choose the experts of one layer. */
 struct cb_chain {
-    const cb_op *experts, *norm, *router; /* norm NULL: the ops are of another kind, and nothing is guessed */
+    const cb_op *norm, *router; /* norm NULL: the ops are of another kind, and nothing is guessed */
     uint32_t set, chosen;
     uint8_t *guessed; /* [experts] of the running pass */
     uint32_t guessed_count;
@@ -41,7 +41,6 @@ static const cb_op *writer_of(const cb_program *program, const cb_op *before, ui
 
 static void find_chain(const cb_model *model, const cb_op *experts, cb_chain *chain) {
     const cb_program *program = &model->program;
-    chain->experts = experts;
     chain->set = experts->experts.set;
     chain->chosen = program->values[experts->experts.routing].width;
     const cb_op *route = writer_of(program, experts, experts->experts.routing);
@@ -227,9 +226,9 @@ static uint32_t guess_by_use(const cb_vm *vm, const cb_chain *chain) {
     return all;
 }
 
-static cb_chain *chain_of(const cb_prediction *p, const cb_op *experts) {
+static cb_chain *chain_of(const cb_prediction *p, const cb_op *op) {
     for (uint32_t i = 0; i < p->chain_count; i++)
-        if (p->chains[i].experts == experts)
+        if (p->chains[i].set == op->experts.set)
             return &p->chains[i];
     return NULL;
 }

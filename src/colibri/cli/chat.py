@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from io import TextIOWrapper
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from colibri.cli.engine_options import EngineOptions
 from colibri.cli.output import write
+from colibri.cli.warming import warming
 from colibri.errors import ColibriError, ContextLengthError, TemplateError
 from colibri.runtime.engine import Engine
 from colibri.runtime.session import Session
@@ -84,7 +86,9 @@ def _answer(
     messages.append({"role": "user", "content": text})
     generation = engine.generate(messages=messages, max_tokens=max_tokens, session=session, **sampling)
     try:
-        for piece in generation:
+        with warming(engine, generation.usage.prompt_tokens) if len(messages) == 1 else nullcontext():
+            first = next(generation, "")
+        for piece in chain([first], generation):
             write(piece, end="")
     finally:
         messages.append({"role": "assistant", "content": generation.text})

@@ -7,11 +7,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from colibri.cli.engine_options import EngineOptions
 from colibri.cli.output import write, write_json
+from colibri.cli.warming import warming
 from colibri.errors import ColibriError, UsageError
 from colibri.runtime.backend import Statistics
 from colibri.runtime.engine import Engine
@@ -85,7 +87,9 @@ def run_command(
         start = time.perf_counter()
         generation = opened.generate(**source, max_tokens=max_tokens, stop=stop, **sampling)
         try:
-            for piece in generation:
+            with warming(engine, generation.usage.prompt_tokens):
+                first = next(generation, "")
+            for piece in chain([first], generation):
                 if not as_json:
                     write(piece, end="")
         except KeyboardInterrupt:
@@ -121,6 +125,8 @@ def print_statistics(statistics: Statistics) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from colibri.cli.experts_report import print_experts
+
     console = Console(stderr=True)
     console.print(
         f"{statistics.tokens} tokens in {statistics.passes} passes, {statistics.seconds:.3f} s, "
@@ -135,14 +141,4 @@ def print_statistics(statistics: Statistics) -> None:
             times.add_row(name, f"{seconds * 1e3:.2f}", f"{100 * seconds / total:.1f}")
     console.print(times)
     if statistics.expert_sets:
-        experts = Table("layer", "experts computed", "tokens x experts", "MiB touched", "busiest expert")
-        for layer in statistics.expert_sets:
-            busiest = max(range(layer.expert_count), key=layer.tokens_per_expert.__getitem__)
-            experts.add_row(
-                str(layer.layer),
-                str(layer.experts_computed),
-                str(layer.expert_tokens),
-                f"{layer.bytes_touched / 2**20:.1f}",
-                f"{busiest} ({layer.tokens_per_expert[busiest]} tokens)",
-            )
-        console.print(experts)
+        print_experts(console, statistics)

@@ -101,6 +101,8 @@ class Statistics:
     predicted_passes: int = 0
     unpredicted_passes: int = 0  # could have predicted experts, but it did not pay
     prediction_seconds: float = 0.0
+    all_expert_bytes: int = 0  # of the records of all experts
+    token_expert_bytes: int = 0  # of those that one token uses, at most
     warning: str = ""  # what the kernel refused when the engine opened
 
 

@@ -72,6 +72,8 @@ class EngineInfo(c.Structure):
         ("expert_bytes", c.c_uint64),
         ("scratch_bytes", c.c_uint64),
         ("digest", c.c_uint8 * 32),
+        ("all_expert_bytes", c.c_uint64),
+        ("token_expert_bytes", c.c_uint64),
     )
 
 

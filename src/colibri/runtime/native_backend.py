@@ -287,6 +287,8 @@ class NativeBackend:
             predicted_passes=stats.predicted_passes,
             unpredicted_passes=stats.unpredicted_passes,
             prediction_seconds=stats.prediction_nanoseconds * 1e-9,
+            all_expert_bytes=self._info.all_expert_bytes,
+            token_expert_bytes=self._info.token_expert_bytes,
             warning=stats.warning.decode("utf-8", "replace"),
         )
 
