@@ -305,17 +305,15 @@ POLICIES: dict[str, Callable[[Trace, int], Policy]] = {
 }
 
 
-def replay(trace: Trace, policy: Policy, slots: int) -> tuple[np.ndarray, np.ndarray]:
-    """Hits and misses of each layer, int64 [layers]."""
-    hits, misses = np.zeros(trace.layers, np.int64), np.zeros(trace.layers, np.int64)
+def replay(trace: Trace, policy: Policy, slots: int) -> np.ndarray:
+    """Misses of each call, int64 [calls]."""
+    misses = np.zeros(len(trace.needed), np.int64)
     resident = np.zeros(trace.layers * trace.experts, bool)
     free = slots
     for call, needed in enumerate(trace.needed):
         there = resident[needed]
         missing = needed[~there]
-        layer = call % trace.layers
-        hits[layer] += len(needed) - len(missing)
-        misses[layer] += len(missing)
+        misses[call] = len(missing)
         policy.begin(call, needed, there)
         first, waves = missing, missing[:0]
         if len(needed) > slots:
@@ -333,17 +331,20 @@ def replay(trace: Trace, policy: Policy, slots: int) -> tuple[np.ndarray, np.nda
             resident[policy.victims(resident, 1)] = False
             resident[number] = True
             policy.fill(call, np.array([number]))
-    return hits, misses
+    return misses
 
 
 def rows_of(trace: Trace, share: int, policies: list[str]) -> list[dict[str, object]]:
     slots = trace.layers * trace.experts * share // 100
     record = float(trace.expert_bytes.mean())
+    requests = np.array([len(needed) for needed in trace.needed])
     rows: list[dict[str, object]] = []
     best = 0.0
     for name in policies:
-        hits, misses = replay(trace, POLICIES[name](trace, slots), slots)
-        rate = 100 * hits.sum() / (hits.sum() + misses.sum())
+        misses = replay(trace, POLICIES[name](trace, slots), slots)
+        hits = requests - misses
+        rate = 100 * hits.sum() / requests.sum()
+        by_layer = hits.reshape(-1, trace.layers).sum(0) / requests.reshape(-1, trace.layers).sum(0)
         best = rate if name == "belady" else best
         rows.append(
             {
@@ -356,7 +357,7 @@ def rows_of(trace: Trace, share: int, policies: list[str]) -> list[dict[str, obj
                 "hit_percent": round(rate, 2),
                 "below_belady": round(best - rate, 2) if best else "",
                 "mib_per_token": round(misses.sum() * record / trace.tokens / 2**20, 4),
-                "least_layer_hit_percent": round(100 * (hits / np.maximum(1, hits + misses)).min(), 2),
+                "least_layer_hit_percent": round(100 * by_layer.min(), 2),
             }
         )
     return rows
