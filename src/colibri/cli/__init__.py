@@ -10,7 +10,7 @@ from contextlib import suppress
 from io import TextIOWrapper
 from typing import Any
 
-from colibri.errors import ColibriError, MemoryBudgetWarning
+from colibri.errors import ColibriError, MemoryBudgetWarning, UsageFileWarning
 
 INTERRUPTED = 130
 
@@ -76,7 +76,7 @@ def _run() -> int:
 
 
 def _warn(message: Warning | str, kind: type[Warning], *where: Any) -> None:
-    if issubclass(kind, MemoryBudgetWarning) and sys.stderr is not None:
+    if issubclass(kind, (MemoryBudgetWarning, UsageFileWarning)) and sys.stderr is not None:
         with suppress(OSError):
             print(f"colibri: warning: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
 

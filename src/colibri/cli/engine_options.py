@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -53,6 +54,10 @@ _OPTIONS: dict[str, Any] = {
     ],
     "mlock": Annotated[bool, typer.Option("--mlock", help="keep the experts' memory from being swapped out")],
     "huge_pages": Annotated[str | None, option("SIZE", "for experts: 2M, 1G or off [default: off]")],
+    "usage_file": Annotated[
+        Path | None,
+        option("FILE", "keep counts of used experts in FILE, and read the most used first at the start"),
+    ],
 }
 _DEFAULTS: dict[str, Any] = {"mlock": False, "pin": False}
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 
-from colibri.errors import ColibriError, TemplateError, UsageError
+from colibri.errors import ColibriError, TemplateError, UsageError, UsageFileWarning
 from colibri.runtime.arguments import one_of, whole_number
 from colibri.runtime.backend import (
     HUGE_PAGES,
@@ -36,6 +38,7 @@ from colibri.runtime.opening import chosen_vm, open_native, open_reference
 from colibri.runtime.sampling import Sampler, SamplingOptions
 from colibri.runtime.session import Session, token_array
 from colibri.runtime.sizes import parse_size
+from colibri.runtime.usage_file import UsageFile
 from colibri.tokenizer import Tokenizer
 
 DEFAULT_PREFETCH_DEPTH = 1
@@ -69,6 +72,8 @@ class Engine:
     prefetch_depth: predict the experts of so many coming layers and read them ahead, at most 8; None is 1, 0 off.
     mlock, huge_pages ("2M" or "1G"): memory for experts is locked, or of huge pages; MemoryBudgetWarning when the
         system does not allow it.
+    usage_file: a file, made when there is none, that keeps how often each expert was used: those used most are read
+        first when the engine opens; `close` adds this run. UsageFileWarning when it is damaged or cannot be written.
     Environment: COLIBRI_CPU=scalar|avx2|avxvnni|avx512|amx|neon|i8mm forces a kernel set,
     COLIBRI_VM=reference runs the NumPy definition of the ops instead of the core, without a budget,
     COLIBRI_DEBUG=guard makes memory without an expert inaccessible.
@@ -93,6 +98,7 @@ class Engine:
         prefetch_depth: int | None = None,
         mlock: bool = False,
         huge_pages: str = "off",
+        usage_file: str | os.PathLike[str] | None = None,
     ):
         threads = whole_number("threads", threads, 1, 1024)
         if kv is not None:
@@ -120,14 +126,23 @@ class Engine:
         self._sessions: WeakSet[Session] = WeakSet()
         self._lock = threading.Lock()
         self.budget: Budget | None = None
+        self._usage_file: UsageFile | None = None
+        if usage_file is not None:
+            self._usage_file = UsageFile(Path(usage_file), self._text.digest, self._text.expert_counts)
+            if self._usage_file.damage:
+                warnings.warn(self._usage_file.damage, UsageFileWarning, stacklevel=2)
         if chosen_vm() == "reference":
             given = {"ram": memory, "expert_cache": slots, "io_threads": io_threads, "io": io != "auto",
                      "verify": verify != "crc", "prefetch_depth": prefetch_depth is not None, "mlock": mlock,
-                     "pin": pin, "huge_pages": huge_pages != "off"}  # fmt: skip
+                     "pin": pin, "huge_pages": huge_pages != "off", "usage_file": usage_file is not None}  # fmt: skip
             self.backend: Backend = open_reference(self._text, {name: bool(value) for name, value in given.items()})
         else:
             wishes = Wishes(str(self.path), self.context, sessions, memory, slots, batch or None)
-            self.backend, self.budget = open_native(self._text, threads, options, wishes, self._state_format)
+            backend, self.budget = open_native(self._text, threads, options, wishes, self._state_format)
+            self.backend = backend
+            if self._usage_file and not self.budget.is_resident:
+                for expert_set, group in groupby(self._usage_file.hottest(), lambda one: one[0]):
+                    backend.warm(expert_set, [expert for _, expert in group])
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -266,7 +281,18 @@ class Engine:
             sessions = list(self._sessions)
         for session in sessions:
             session.close()
-        self.backend.close()
+        usage_file, self._usage_file = self._usage_file, None
+        try:
+            used = self.statistics() if usage_file else None
+            self.backend.close()
+        except ColibriError:
+            self._usage_file = usage_file
+            raise
+        if usage_file and used and used.tokens:
+            try:
+                usage_file.add(used.tokens, [one.tokens_per_expert for one in used.expert_sets])
+            except ColibriError as error:
+                warnings.warn(f"what this run used is not kept: {error}", UsageFileWarning, stacklevel=2)
 
     def run_one(self, item: ForwardItem) -> np.ndarray:
         """Run one item; raises its error."""
