@@ -61,7 +61,8 @@ class Engine:
     verify: "crc" checks the checksum of every record on every read, "full" besides its SHA-256 the first time,
         "off" nothing.
     prefetch_depth: predict the experts of so many coming layers and read them ahead, at most 8; None is 1, 0 off.
-    mlock, huge_pages ("2M" or "1G"): memory for experts is locked, or of huge pages, if the system allows.
+    mlock: memory for experts is locked. huge_pages: it is of "2M" or "1G" pages; "auto": of 2M where the system
+        gives them; "off".
     Environment: COLIBRI_CPU=scalar|avx2|avxvnni|avx512|amx|neon|i8mm forces a kernel set,
     COLIBRI_VM=reference runs the NumPy definition of the ops instead of the core, COLIBRI_DEBUG=guard makes memory
     without an expert inaccessible.
@@ -82,7 +83,7 @@ class Engine:
         verify: str = "crc",
         prefetch_depth: int | None = None,
         mlock: bool = False,
-        huge_pages: str = "off",
+        huge_pages: str = "auto",
     ):
         threads = _whole("threads", threads, 1, 1024)
         if kv is not None:
