@@ -70,8 +70,8 @@ class Engine:
     verify: "crc" checks the checksum of every record on every read, "full" besides its SHA-256 the first time,
         "off" nothing.
     prefetch_depth: predict the experts of so many coming layers and read them ahead, at most 8; None is 1, 0 off.
-    mlock, huge_pages ("2M" or "1G"): memory for experts is locked, or of huge pages; MemoryBudgetWarning when the
-        system does not allow it.
+    mlock: memory for experts is locked. huge_pages: it is of "2M" or "1G" pages; "auto": of 2M where the system
+        gives them; "off". MemoryBudgetWarning when the system does not allow what was asked for.
     usage_file: a file, made when there is none, that keeps how often each expert was used: those used most are read
         first when the engine opens; `close` adds this run. UsageFileWarning when it is damaged or cannot be written.
     Environment: COLIBRI_CPU=scalar|avx2|avxvnni|avx512|amx|neon|i8mm forces a kernel set,
@@ -97,7 +97,7 @@ class Engine:
         verify: str = "crc",
         prefetch_depth: int | None = None,
         mlock: bool = False,
-        huge_pages: str = "off",
+        huge_pages: str = "auto",
         usage_file: str | os.PathLike[str] | None = None,
     ):
         threads = whole_number("threads", threads, 1, 1024)
@@ -134,7 +134,7 @@ class Engine:
         if chosen_vm() == "reference":
             given = {"ram": memory, "expert_cache": slots, "io_threads": io_threads, "io": io != "auto",
                      "verify": verify != "crc", "prefetch_depth": prefetch_depth is not None, "mlock": mlock,
-                     "pin": pin, "huge_pages": huge_pages != "off", "usage_file": usage_file is not None}  # fmt: skip
+                     "pin": pin, "huge_pages": huge_pages != "auto", "usage_file": usage_file is not None}  # fmt: skip
             self.backend: Backend = open_reference(self._text, {name: bool(value) for name, value in given.items()})
         else:
             wishes = Wishes(str(self.path), self.context, sessions, memory, slots, batch or None)
