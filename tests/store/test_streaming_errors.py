@@ -25,7 +25,7 @@ from colibri.runtime.native_backend import NativeBackend, plan_memory
         ({"io_threads": 17}, "io_threads"),
         ({"io": "mmap"}, "io must be one of auto, direct, buffered, not 'mmap'"),
         ({"verify": "no"}, "verify must be one of crc, full, off"),
-        ({"huge_pages": "4M"}, "huge_pages must be one of off, 2M, 1G"),
+        ({"huge_pages": "4M"}, "huge_pages must be one of auto, 2M, 1G, off"),
         ({"prefetch_depth": 9}, "prefetch_depth must be a whole number from 0 to 8"),
         ({"max_batch_tokens": 65537}, "max_batch_tokens must be a whole number from 1 to 65536"),
         ({"expert_cache": 0}, "expert_cache"),
