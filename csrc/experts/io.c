@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
@@ -111,7 +112,9 @@ colibri_status cb_record_read(cb_record_file *file, uint32_t set, uint32_t exper
         done += piece;
     }
     if (file->verify != COLIBRI_VERIFY_OFF && crc != expert->crc32c)
-        return cb_fail(error, COLIBRI_BAD_FILE, "%s is damaged (its checksum differs)", what);
+        return cb_fail(error, COLIBRI_BAD_FILE,
+                       "%s is damaged (the checksum of %" PRIu64 " bytes at offset %" PRIu64 " differs)", what,
+                       expert->size, expert->offset);
     if (file->verify == COLIBRI_VERIFY_FULL && first) {
         uint8_t digest[sizeof expert->sha256];
         cb_sha256 hash;
@@ -119,7 +122,9 @@ colibri_status cb_record_read(cb_record_file *file, uint32_t set, uint32_t exper
         cb_sha256_add(&hash, memory, expert->size);
         cb_sha256_finish(&hash, digest);
         if (memcmp(digest, expert->sha256, sizeof digest) != 0)
-            return cb_fail(error, COLIBRI_BAD_FILE, "%s is damaged (its SHA-256 differs)", what);
+            return cb_fail(error, COLIBRI_BAD_FILE,
+                           "%s is damaged (the SHA-256 of %" PRIu64 " bytes at offset %" PRIu64 " differs)", what,
+                           expert->size, expert->offset);
     }
     return COLIBRI_OK;
 }

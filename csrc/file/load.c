@@ -21,7 +21,9 @@ colibri_status cb_load_checked(const cb_model *model, uint64_t offset, uint64_t 
         done += piece;
     }
     if (crc != crc32c)
-        return cb_fail(error, COLIBRI_BAD_FILE, "%s: %s is damaged (its checksum differs)", cb_label(model), what);
+        return cb_fail(error, COLIBRI_BAD_FILE,
+                       "%s: %s is damaged (the checksum of %" PRIu64 " bytes at offset %" PRIu64 " differs)",
+                       cb_label(model), what, size, offset);
     return COLIBRI_OK;
 }
 

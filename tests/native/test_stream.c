@@ -341,10 +341,11 @@ static void test_damage(const char *folder) {
         items[1] = one_token(a, &without, logits);
         CHECK(colibri_forward_batch(s.engine, items, 2, NULL, 0) == COLIBRI_OK);
         if (round == 0) {
-            char wanted[64];
+            char wanted[64], offset[64];
             snprintf(wanted, sizeof wanted, "expert %u of layer 0", expert);
-            CHECK(items[0].status == COLIBRI_BAD_FILE);
-            CHECK(strstr(items[0].message, wanted) != NULL && strstr(items[0].message, file) != NULL);
+            snprintf(offset, sizeof offset, "at offset %llu differs", (unsigned long long)set->experts[expert].offset);
+            CHECK(items[0].status == COLIBRI_BAD_FILE && strstr(items[0].message, wanted) != NULL);
+            CHECK(strstr(items[0].message, offset) != NULL && strstr(items[0].message, file) != NULL);
             flip(file, at);
         } else {
             CHECK(items[0].status == COLIBRI_OK);

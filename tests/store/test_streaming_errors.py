@@ -71,7 +71,8 @@ def test_a_damaged_record_ends_those_who_need_it(tmp_path: Path) -> None:
         sessions = [engine.session(), engine.session()]
         failed, good = engine.forward_batch([(s, [t]) for s, t in zip(sessions, tokens, strict=True)])
         assert isinstance(failed, ModelFileError)
-        assert f"{path}: expert {expert} of layer 0" in str(failed)
+        assert f"{path}: expert {expert} of layer 0 is damaged" in str(failed)
+        assert f"at offset {records[0].experts[expert].offset} differs" in str(failed)
         assert np.array_equal(np.asarray(good), expected)
         assert [session.position for session in sessions] == [0, 1]
         with path.open("r+b") as opened:
