@@ -43,11 +43,24 @@ uint32_t cb_crc32c(uint32_t crc, const void *data, uint64_t size); /* start with
 
 /* ---- CPU (cpu.c) ---- */
 
-typedef enum cb_isa { CB_ISA_SCALAR, CB_ISA_AVX2, CB_ISA_AVX512, CB_ISA_NEON, CB_ISA_I8MM, CB_ISA_COUNT } cb_isa;
+/* Ascending: each is faster than those before it, on a CPU that has both. */
+typedef enum cb_isa {
+    CB_ISA_SCALAR,
+    CB_ISA_AVX2,
+    CB_ISA_AVXVNNI,
+    CB_ISA_AVX512,
+    CB_ISA_AMX,
+    CB_ISA_NEON,
+    CB_ISA_I8MM,
+    CB_ISA_COUNT,
+} cb_isa;
 
 const char *cb_isa_name(cb_isa isa);
+/* Whether the CPU has the instructions and the system saves their registers. For AMX the kernel must also permit
+ * them, which cb_isa_choose asks for. */
 bool cb_isa_supported(cb_isa isa);
-/* NULL or "": the best; a name this CPU lacks or that is unknown: UNSUPPORTED, listing what there is. */
+/* NULL or "": the best; a name this CPU lacks, whose registers the kernel refuses or that is unknown: UNSUPPORTED,
+ * listing what there is. Choosing AMX gives every thread of the process leave to use its tiles. */
 colibri_status cb_isa_choose(const char *name, cb_isa *isa, cb_error *error);
 /* min(affinity, floor(cgroup quota / period) at least 1, physical cores), v1 and v2, all parents. */
 uint32_t cb_count_threads(const char *system_root);

@@ -54,7 +54,9 @@ typedef enum colibri_state_format {
 
 typedef struct colibri_runtime_options {
     uint32_t threads; /* 0: from affinity, cgroup quota and physical cores */
-    const char *cpu;  /* NULL: the best; "scalar", "avx2", "avx512", "neon", "i8mm": exactly that or UNSUPPORTED */
+    /* NULL: the best; "scalar", "avx2", "avxvnni", "avx512", "amx", "neon", "i8mm": exactly that or UNSUPPORTED. "amx"
+     * also needs the kernel's permission, asked for here once and for the whole process (the one change made to it). */
+    const char *cpu;
     /* NULL: "/"; where to look for /proc and /sys when counting processors (tests) */
     const char *system_root;
     /* 1: each thread on a processor of its own, one of each core first (the calling thread while a forward runs).

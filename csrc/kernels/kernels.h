@@ -90,7 +90,7 @@ typedef struct cb_kernels {
     void (*decode_row)(uint32_t format, uint32_t layout, const uint8_t *data, uint64_t cols, uint64_t row, float *out);
 } cb_kernels;
 
-/* The table for an ISA that cb_isa_supported() says this CPU has. */
+/* The table for an ISA that cb_isa_supported() says this CPU has. Matmul needs one that cb_isa_choose() gave. */
 const cb_kernels *cb_kernels_get(cb_isa isa);
 
 /* Scalar functions of the contract, for the sampler: fixed sequences of fma. */

@@ -4,12 +4,16 @@
 
 #include "kernels/kernels.h"
 
-#define CB_DECLARE_KERNELS(isa)                                                                                        \
+/* matmul_q.c of a folder */
+#define CB_DECLARE_QUANTISED(isa)                                                                                      \
+    void kernel_matmul_q8_g32_##isa(const cb_matmul *job);                                                             \
+    void kernel_matmul_q4_g32_##isa(const cb_matmul *job)
+
+/* float.c of a folder */
+#define CB_DECLARE_FLOATS(isa)                                                                                         \
     void kernel_matmul_f32_##isa(const cb_matmul *job);                                                                \
     void kernel_matmul_bf16_##isa(const cb_matmul *job);                                                               \
     void kernel_matmul_f16_##isa(const cb_matmul *job);                                                                \
-    void kernel_matmul_q8_g32_##isa(const cb_matmul *job);                                                             \
-    void kernel_matmul_q4_g32_##isa(const cb_matmul *job);                                                             \
     bool kernel_quantise_row_##isa(const float *x, uint32_t k, int8_t *codes, float *scales, int16_t *sums);           \
     bool kernel_all_finite_##isa(const float *x, uint64_t n);                                                          \
     void kernel_rms_norm_##isa(float *y, const float *x, const float *weight, uint32_t n, float epsilon);              \
@@ -32,15 +36,20 @@
     bool kernel_put_value_##isa(uint32_t format, void *block, float *scales, uint32_t slot, const float *value,        \
                                 uint32_t value_dim)
 
-CB_DECLARE_KERNELS(scalar);
+CB_DECLARE_FLOATS(scalar);
+CB_DECLARE_QUANTISED(scalar);
 #ifdef __x86_64__
-CB_DECLARE_KERNELS(avx2);
-CB_DECLARE_KERNELS(avx512);
+CB_DECLARE_FLOATS(avx2);
+CB_DECLARE_QUANTISED(avx2);
+CB_DECLARE_QUANTISED(avxvnni);
+CB_DECLARE_FLOATS(avx512);
+CB_DECLARE_QUANTISED(avx512);
+CB_DECLARE_QUANTISED(amx);
 #endif
 #ifdef __aarch64__
-CB_DECLARE_KERNELS(neon);
-void kernel_matmul_q8_g32_i8mm(const cb_matmul *job);
-void kernel_matmul_q4_g32_i8mm(const cb_matmul *job);
+CB_DECLARE_FLOATS(neon);
+CB_DECLARE_QUANTISED(neon);
+CB_DECLARE_QUANTISED(i8mm);
 #endif
 
 void kernel_decode_row_scalar(uint32_t format, uint32_t layout, const uint8_t *data, uint64_t cols, uint64_t row,

@@ -62,7 +62,7 @@ class Statistics:
     """Counted since the engine was opened; times are seconds of wall clock."""
 
     vm: str  # "native" or "reference"
-    cpu: str  # kernel set: scalar, avx2, avx512, neon, i8mm
+    cpu: str  # kernel set: scalar, avx2, avxvnni, avx512, amx, neon, i8mm
     threads: int
     tokens: int
     passes: int

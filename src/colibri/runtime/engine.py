@@ -41,8 +41,8 @@ class Engine:
     pin: keep each thread on a processor of its own (the calling thread while it computes). Two processes that may
         use the same processors would take the same ones, so give each a mask of its own first (taskset).
         UsageError when there are more threads than processors.
-    Environment: COLIBRI_CPU=scalar|avx2|avx512|neon|i8mm forces a kernel set, COLIBRI_VM=reference
-    runs the NumPy definition of the ops instead of the core.
+    Environment: COLIBRI_CPU=scalar|avx2|avxvnni|avx512|amx|neon|i8mm forces a kernel set,
+    COLIBRI_VM=reference runs the NumPy definition of the ops instead of the core.
     Raises ModelFileError, UsageError, OutOfMemoryError.
     """
 
