@@ -53,7 +53,9 @@ _OPTIONS: dict[str, Any] = {
         option("MODE", "of experts read: crc: CRC32C each time; full: SHA-256 the first time too; off [default: crc]"),
     ],
     "mlock": Annotated[bool, typer.Option("--mlock", help="keep the experts' memory from being swapped out")],
-    "huge_pages": Annotated[str | None, option("SIZE", "for experts: 2M, 1G, off; auto: 2M where the system gives them [default: auto]")],
+    "huge_pages": Annotated[
+        str | None, option("SIZE", "for experts: 2M, 1G or off; auto: 2M where it can [default: auto]")
+    ],
     "usage_file": Annotated[
         Path | None,
         option("FILE", "keep counts of used experts in FILE, and read the most used first at the start"),
