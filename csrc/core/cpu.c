@@ -9,9 +9,11 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
 #endif
 
-static const char *const names[CB_ISA_COUNT] = {"scalar", "avx2", "avxvnni", "avx512", "amx"};
+static const char *const names[CB_ISA_COUNT] = {"scalar", "avx2", "avxvnni", "avx512", "amx", "neon", "i8mm"};
 
 const char *cb_isa_name(cb_isa isa) { return names[isa]; }
 
@@ -56,22 +58,33 @@ bool cb_isa_supported(cb_isa isa) {
     }
 }
 
-#define ARCH_REQ_XCOMP_PERM 0x1023
-#define XFEATURE_XTILEDATA 18
+#elif defined(__aarch64__)
 
-/* Tiles are 8 KiB of state for each thread; Linux keeps room for it only where a process asks. False, with errno,
- * where it refuses (before 5.16, under some sandboxes, or when a thread's signal stack could not hold the tiles). */
-static bool permitted(cb_isa isa) {
-    return isa != CB_ISA_AMX || syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+bool cb_isa_supported(cb_isa isa) {
+    const bool dotprod = (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+    const bool i8mm = (getauxval(AT_HWCAP2) & HWCAP2_I8MM) != 0;
+    return isa == CB_ISA_SCALAR || (isa == CB_ISA_NEON && dotprod) || (isa == CB_ISA_I8MM && dotprod && i8mm);
 }
 
 #else
 
 bool cb_isa_supported(cb_isa isa) { return isa == CB_ISA_SCALAR; }
 
-static bool permitted(cb_isa isa) { return isa == CB_ISA_SCALAR; }
-
 #endif
+
+#define ARCH_REQ_XCOMP_PERM 0x1023
+#define XFEATURE_XTILEDATA 18
+
+/* Tiles are 8 KiB of state for each thread; Linux keeps room for it only where a process asks. False, with errno,
+ * where it refuses (before 5.16, under some sandboxes, or when a thread's signal stack could not hold the tiles). */
+static bool permitted(cb_isa isa) {
+#if defined(__x86_64__)
+    return isa != CB_ISA_AMX || syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+#else
+    (void)isa;
+    return true;
+#endif
+}
 
 colibri_status cb_isa_choose(const char *name, cb_isa *isa, cb_error *error) {
     bool automatic = name == NULL || name[0] == '\0';

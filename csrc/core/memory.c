@@ -1,14 +1,29 @@
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "core/core.h"
 
 #define LARGE (UINT64_C(1) << 20)
+#define HUGE_PAGE (UINT64_C(1) << 21)
+
+#define PAGE UINT64_C(4096)
+#define HEAP_LIMIT (UINT64_C(128) << 10) /* glibc maps larger blocks on their own */
+
+static uint64_t alignment_of(uint64_t size) { return size >= LARGE ? PAGE : CB_CACHE_LINE; }
+
+/* Weights are streamed: with pages of 4 KiB a core waits for the page tables longer than for the memory. Only whole
+ * huge pages inside the block are asked for, so it never takes more than its size. Refused: usual pages. */
+static void prefer_huge_pages(char *start, uint64_t size) {
+    uint64_t before = -(uintptr_t)start & (HUGE_PAGE - 1);
+    if (size >= before + HUGE_PAGE)
+        madvise(start + before, (size - before) / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);
+}
 
 /* calloc, not aligned_alloc and memset: fresh pages of a large block are zero already and are
  * first touched by whoever fills them. The block's true start lies just before the memory. */
 void *cb_alloc(uint64_t size) {
-    uint64_t alignment = size >= LARGE ? 4096 : CB_CACHE_LINE;
+    uint64_t alignment = alignment_of(size);
     uint64_t slack = alignment + sizeof(void *);
     if (size > PTRDIFF_MAX - slack)
         return NULL;
@@ -18,7 +33,15 @@ void *cb_alloc(uint64_t size) {
     uintptr_t aligned = ((uintptr_t)start + sizeof(void *) + alignment - 1) & ~(uintptr_t)(alignment - 1);
     char *memory = start + (aligned - (uintptr_t)start);
     memcpy(memory - sizeof start, &start, sizeof start);
+    prefer_huge_pages(start, size + slack);
     return memory;
+}
+
+uint64_t cb_alloc_bytes(uint64_t size) {
+    uint64_t slack = alignment_of(size) + sizeof(void *) + 16; /* the allocator's own header besides */
+    if (size > PTRDIFF_MAX - slack - PAGE)
+        return UINT64_MAX;
+    return cb_round_up(size + slack, size + slack >= HEAP_LIMIT ? PAGE : 16);
 }
 
 void cb_free(void *memory) {

@@ -155,6 +155,7 @@ static colibri_status read_expert(const cb_model *model, const uint8_t *entry, u
     expert->offset = cb_u64(entry);
     expert->size = cb_u64(entry + 8);
     expert->crc32c = cb_u32(entry + 28);
+    memcpy(expert->sha256, entry + 96, sizeof expert->sha256);
     if (cb_u32(entry + 24) != 0)
         return cb_fail(error, COLIBRI_UNSUPPORTED, "%s: codec %u is not known to this build", label,
                        cb_u32(entry + 24));

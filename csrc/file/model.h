@@ -21,6 +21,7 @@ typedef struct cb_expert {
     uint32_t crc32c;
     uint32_t format[3]; /* gate, up, down */
     uint64_t part[3];   /* offsets inside the record */
+    uint8_t sha256[32];
 } cb_expert;
 
 typedef struct cb_expert_set {
@@ -66,6 +67,10 @@ colibri_status cb_model_open(const char *path, cb_model **model, cb_error *error
 void cb_model_close(cb_model *model);
 /* Reads [offset, offset+size) with EINTR and short-count retries; errors name file, offset, wanted, got. */
 colibri_status cb_model_read(const cb_model *model, uint64_t offset, void *buffer, uint64_t size, cb_error *error);
+/* Reads until `size` bytes are there; fewer: *cause is errno, or 0 when the file ends. */
+uint64_t cb_read_at(int fd, uint64_t offset, void *buffer, uint64_t size, int *cause);
+/* IO, "<what>: reading .. bytes at offset .. gave only ..: <cause>"; what begins with the file. */
+colibri_status cb_fail_read(cb_error *error, const char *what, uint64_t offset, uint64_t size, uint64_t got, int cause);
 /* Semantic checks of the program against the op table, the tensors and sets (validate.c). */
 colibri_status cb_validate_program(const cb_model *model, cb_error *error);
 

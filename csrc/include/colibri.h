@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 #define COLIBRI_API __attribute__((visibility("default")))
-#define COLIBRI_ABI_VERSION 1
+#define COLIBRI_ABI_VERSION 2
 #define COLIBRI_CONTRACT_VERSION 1 /* numeric contract; another value means other bits */
 #define COLIBRI_MESSAGE_SIZE 512
 #define COLIBRI_TOP_LOGPROBS 20
@@ -54,11 +54,14 @@ typedef enum colibri_state_format {
 
 typedef struct colibri_runtime_options {
     uint32_t threads; /* 0: from affinity, cgroup quota and physical cores */
-    /* NULL: the best; "scalar", "avx2", "avxvnni", "avx512", "amx": exactly that or UNSUPPORTED. "amx" also needs the
-     * kernel's permission, asked for here once and for the whole process (the one change made to it). */
+    /* NULL: the best; "scalar", "avx2", "avxvnni", "avx512", "amx", "neon", "i8mm": exactly that or UNSUPPORTED. "amx"
+     * also needs the kernel's permission, asked for here once and for the whole process (the one change made to it). */
     const char *cpu;
     /* NULL: "/"; where to look for /proc and /sys when counting processors (tests) */
     const char *system_root;
+    /* 1: each thread on a processor of its own, one of each core first (the calling thread while a forward runs).
+     * Two pinned processes of the same affinity mask take the same processors. INVALID with more threads. */
+    uint32_t pin;
 } colibri_runtime_options;
 
 COLIBRI_API uint32_t colibri_abi_version(void);
@@ -71,8 +74,31 @@ COLIBRI_API const char *colibri_cpu_name(const colibri_runtime *runtime); /* "sc
 
 /* ---- engine ---- */
 
+typedef enum colibri_io { COLIBRI_IO_AUTO = 0, COLIBRI_IO_DIRECT = 1, COLIBRI_IO_BUFFERED = 2 } colibri_io;
+
+/* CRC: every record's CRC32C on every fill. FULL: besides, SHA-256 of every record once, on its first fill. */
+typedef enum colibri_verify { COLIBRI_VERIFY_CRC = 0, COLIBRI_VERIFY_FULL = 1, COLIBRI_VERIFY_OFF = 2 } colibri_verify;
+
+/* AUTO: huge pages of 2 MiB where the kernel gives them; 2M and 1G: a warning where it does not. */
+typedef enum colibri_pages {
+    COLIBRI_PAGES_AUTO = 0,
+    COLIBRI_PAGES_2M = 1,
+    COLIBRI_PAGES_1G = 2,
+    COLIBRI_PAGES_OFF = 3
+} colibri_pages;
+
+/* All zero is the default. What does not fit the machine or the model is INVALID and names the field. */
 typedef struct colibri_engine_options {
-    uint32_t max_batch_tokens; /* tokens computed together; 0: 512. More are done in several passes */
+    uint32_t max_batch_tokens; /* tokens computed together, at most 65536; 0: 512. More are done in several passes */
+    uint32_t io_threads;       /* read experts; 0: 2; at most 16 */
+    uint32_t io;               /* colibri_io: past the page cache or through it */
+    uint32_t verify;           /* colibri_verify */
+    uint32_t huge_pages;       /* colibri_pages, for expert slots */
+    uint32_t prefetch_depth;   /* layers ahead whose experts are predicted and read, at most 8; 0: none */
+    uint32_t lock_memory;      /* 1: mlock the expert slots */
+    uint32_t guard;            /* 1: expert slots that hold nothing cannot be accessed (debugging) */
+    uint64_t expert_bytes;     /* memory for expert slots; 0: room for all, read when the engine opens */
+    uint64_t state_bytes;      /* all open sessions together hold at most this; 0: no limit */
 } colibri_engine_options;
 
 typedef struct colibri_engine_info {
@@ -82,13 +108,16 @@ typedef struct colibri_engine_info {
     uint32_t expert_set_count;
     uint32_t default_state_format;
     uint32_t max_batch_tokens;
-    uint64_t weight_bytes;  /* resident weights, experts included */
-    uint64_t expert_bytes;  /* of these, expert records */
-    uint64_t scratch_bytes; /* working memory of the engine */
-    uint8_t digest[32];     /* of the model file */
+    uint64_t weight_bytes;       /* memory for weights, expert slots included */
+    uint64_t expert_bytes;       /* of these, expert slots */
+    uint64_t scratch_bytes;      /* working memory of the engine */
+    uint8_t digest[32];          /* of the model file */
+    uint64_t all_expert_bytes;   /* of the records of all experts */
+    uint64_t token_expert_bytes; /* of the experts that one token uses, at most */
 } colibri_engine_info;
 
-/* Reads and checks the whole file: header, program, every checksum. */
+/* Reads and checks header, program and tensors, and with room for all experts every record of theirs; otherwise a
+ * record is checked whenever it is read. */
 COLIBRI_API colibri_status colibri_engine_open(colibri_runtime *runtime, const char *path,
                                                const colibri_engine_options *options, colibri_engine **engine,
                                                char *message, size_t message_size);
@@ -96,7 +125,12 @@ COLIBRI_API colibri_status colibri_engine_open(colibri_runtime *runtime, const c
 COLIBRI_API colibri_status colibri_engine_close(colibri_engine *engine);
 COLIBRI_API void colibri_engine_get_info(const colibri_engine *engine, colibri_engine_info *info);
 
-/* Checks a file as colibri_engine_open does, keeping nothing (bounded memory). */
+/* Low-priority reads of these experts of a set, first to last, as far as there is free memory for experts; the call
+ * does not wait for them. */
+COLIBRI_API colibri_status colibri_engine_warm(colibri_engine *engine, uint32_t set, const uint32_t *experts,
+                                               uint32_t count, char *message, size_t message_size);
+
+/* Checks a file as colibri_engine_open does with room for all, keeping nothing (bounded memory). */
 COLIBRI_API colibri_status colibri_validate(const char *path, char *message, size_t message_size);
 
 /* ---- session ---- */
@@ -106,6 +140,7 @@ typedef struct colibri_session_options {
     uint32_t state_format; /* colibri_state_format */
 } colibri_session_options;
 
+/* OUT_OF_MEMORY also when the engine's sessions together would hold more than its state_bytes. */
 COLIBRI_API colibri_status colibri_session_open(colibri_engine *engine, const colibri_session_options *options,
                                                 colibri_session **session, char *message, size_t message_size);
 COLIBRI_API colibri_status colibri_session_close(colibri_session *session);
@@ -124,6 +159,27 @@ COLIBRI_API colibri_status colibri_state_save(colibri_session *session, void *bu
 /* Same model digest and state format, position <= context; the session is unchanged on failure. */
 COLIBRI_API colibri_status colibri_state_restore(colibri_session *session, const void *buffer, uint64_t size,
                                                  char *message, size_t message_size);
+
+/* ---- what an engine will take ---- */
+
+/* In bytes; what the system gives in pages is rounded up to them. */
+typedef struct colibri_memory_plan {
+    uint64_t tensor_bytes;  /* weights other than experts */
+    uint64_t scratch_bytes; /* working memory of max_batch_tokens */
+    uint64_t other_bytes;   /* tables, queues, staging and stacks of I/O threads */
+    uint64_t session_bytes; /* of one session */
+    /* Slots: for all experts; with which everything still runs, one expert after another; of all: padding. */
+    uint64_t all_expert_bytes, least_expert_bytes, wasted_expert_bytes;
+    uint64_t largest_layer_bytes; /* of all_expert_bytes, the layer that takes most */
+    uint64_t token_expert_bytes;  /* experts that one token uses, at most */
+    uint32_t expert_count, expert_set_count, vocabulary_size, context_limit;
+} colibri_memory_plan;
+
+/* From the file's header and directories alone: no weight is read. options and session_options as for opening. */
+COLIBRI_API colibri_status colibri_plan_memory(colibri_runtime *runtime, const char *path,
+                                               const colibri_engine_options *options,
+                                               const colibri_session_options *session_options,
+                                               colibri_memory_plan *plan, char *message, size_t message_size);
 
 /* ---- forward ---- */
 
@@ -181,13 +237,38 @@ COLIBRI_API colibri_status colibri_sample(const colibri_sampling *sampling, cons
 
 #define COLIBRI_OP_KINDS 32
 
+/* A pass with one token of each item is decoding, any other is a prompt. */
+typedef enum colibri_phase { COLIBRI_PHASE_PROMPT = 0, COLIBRI_PHASE_DECODE = 1 } colibri_phase;
+
+typedef struct colibri_latency { /* nanoseconds; percentiles are at most a sixteenth above the true ones */
+    uint64_t count, sum, p50, p99, largest;
+} colibri_latency;
+
+typedef struct colibri_phase_stats {
+    uint64_t tokens;
+    uint64_t passes;
+    uint64_t nanoseconds;
+    uint64_t parallel_regions; /* times that work was shared out to the threads and waited for */
+    /* From the router's output to the start of the last thread's first task on the experts it chose: */
+    colibri_latency dispatch;          /* when no thread had a context switch in between */
+    colibri_latency dispatch_switched; /* when one had */
+    uint64_t dispatch_missed;          /* the work was done before every thread had taken a task */
+} colibri_phase_stats;
+
 typedef struct colibri_stats {
     uint64_t tokens;                           /* computed since the engine was opened */
     uint64_t passes;                           /* walks over the program */
     uint64_t nanoseconds;                      /* in colibri_forward_batch */
     uint64_t op_nanoseconds[COLIBRI_OP_KINDS]; /* by op number */
-    char cpu[16];                              /* variant chosen: "scalar", "avx2", ... */
+    char cpu[16];                              /* variant chosen, as in runtime options */
     char matmul[16][32];                       /* kernel that ran, by format id; empty: none yet */
+    colibri_phase_stats phases[2];             /* by colibri_phase */
+    uint32_t resident;                         /* 1: every expert stays in memory */
+    uint32_t is_direct;                        /* 1: experts are read past the page cache */
+    uint64_t predicted_passes;                 /* passes that predicted experts, */
+    uint64_t unpredicted_passes;               /* and those that could but did not, as it did not pay */
+    uint64_t prediction_nanoseconds;           /* spent on it */
+    char warning[COLIBRI_MESSAGE_SIZE];        /* what the kernel refused when the engine opened, or empty */
 } colibri_stats;
 
 typedef struct colibri_expert_set_stats {
@@ -196,12 +277,27 @@ typedef struct colibri_expert_set_stats {
     uint64_t experts_computed; /* (pass, expert) pairs */
     uint64_t expert_tokens;    /* (token, expert) pairs */
     uint64_t bytes_touched;    /* bytes of the experts computed */
+    uint64_t hits, misses;     /* experts asked for that were, or were not, in memory */
+    uint64_t bytes_read;
+    uint64_t stall_nanoseconds; /* waited for experts */
+    uint64_t prefetched;        /* experts read ahead, */
+    uint64_t prefetched_used;   /* and of these, asked for before they were evicted */
+    uint64_t evictions;
+    uint64_t load_nanoseconds;    /* sum over reads */
+    uint64_t predictable;         /* experts chosen in passes that had predicted this layer, */
+    uint64_t predicted, recalled; /* experts predicted, and of these, chosen */
 } colibri_expert_set_stats;
 
 COLIBRI_API void colibri_get_stats(const colibri_engine *engine, colibri_stats *stats);
+/* nanoseconds: [layer_count + 1][COLIBRI_OP_KINDS] by layer and op number; the last row is outside any layer. */
+COLIBRI_API colibri_status colibri_get_profile(const colibri_engine *engine, colibri_phase phase,
+                                               uint64_t *nanoseconds);
 /* set < expert_set_count; counts: [expert_count] tokens routed to each expert, or NULL. */
 COLIBRI_API colibri_status colibri_get_expert_stats(const colibri_engine *engine, uint32_t set,
                                                     colibri_expert_set_stats *stats, uint64_t *counts);
+/* Reads of each expert and the time they took, each [expert_count] or NULL. */
+COLIBRI_API colibri_status colibri_get_expert_loads(const colibri_engine *engine, uint32_t set, uint64_t *loads,
+                                                    uint64_t *load_nanoseconds);
 
 #ifdef __cplusplus
 }

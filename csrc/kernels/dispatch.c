@@ -11,8 +11,7 @@
     .add_scaled = kernel_add_scaled_##isa, .softmax = kernel_softmax_##isa, .rope_table = kernel_rope_table_##isa,     \
     .rope = kernel_rope_##isa, .attention_block = kernel_attention_block_##isa,                                        \
     .attention_merge = kernel_attention_merge_##isa, .attention_finish = kernel_attention_finish_##isa,                \
-    .put_key = kernel_put_key_##isa, .put_value = kernel_put_value_##isa, .get_keys = kernel_get_keys_##isa,           \
-    .get_values = kernel_get_values_##isa
+    .put_key = kernel_put_key_##isa, .put_value = kernel_put_value_##isa
 
 /* `floats` names the folder of the float kernels, `quantised` that of the quantised matmuls. */
 #define TABLE(id, floats, quantised)                                                                                   \
@@ -32,6 +31,9 @@ static const cb_kernels tables[] = {
 #ifdef __x86_64__
     TABLE(CB_ISA_AVX2, avx2, avx2),       TABLE(CB_ISA_AVXVNNI, avx2, avxvnni),
     TABLE(CB_ISA_AVX512, avx512, avx512), TABLE(CB_ISA_AMX, avx512, amx),
+#endif
+#ifdef __aarch64__
+    TABLE(CB_ISA_NEON, neon, neon),       TABLE(CB_ISA_I8MM, neon, i8mm),
 #endif
 };
 

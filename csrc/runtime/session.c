@@ -17,7 +17,33 @@ colibri_status cb_session_hold(colibri_session *session, const void *holder, cb_
 
 void cb_session_release(colibri_session *session) { atomic_store(&session->holder, NULL); }
 
+static uint32_t blocks_for(uint32_t context) { return (context + CB_KEY_BLOCK - 1) / CB_KEY_BLOCK; }
+
+uint64_t cb_session_bytes(const cb_block_layout *layout, uint32_t context) {
+    uint64_t blocks = blocks_for(context);
+    uint64_t block_bytes = cb_alloc_bytes(layout->block_bytes) + cb_alloc_bytes(sizeof(cb_block));
+    return cb_multiply(blocks, block_bytes) + cb_alloc_bytes(blocks * sizeof(cb_block *)) +
+           cb_alloc_bytes((uint64_t)context * sizeof(uint32_t)) + cb_alloc_bytes(sizeof(colibri_session)) +
+           cb_alloc_bytes(layout->state_count * sizeof *layout->states);
+}
+
+/* Counts the session's bytes in the engine's, which other sessions may change meanwhile. */
+static colibri_status reserve(colibri_session *session, cb_error *error) {
+    colibri_engine *engine = session->engine;
+    uint64_t wanted = cb_session_bytes(&session->layout, session->context), held = atomic_load(&engine->state_bytes);
+    do {
+        if (wanted > engine->state_limit || held > engine->state_limit - wanted)
+            return cb_fail(error, COLIBRI_OUT_OF_MEMORY,
+                           "a session of %u positions takes %" PRIu64 " bytes, open sessions hold %" PRIu64
+                           " and all together may hold %" PRIu64 "; ask for a smaller context or close a session",
+                           session->context, wanted, held, engine->state_limit);
+    } while (!atomic_compare_exchange_weak(&engine->state_bytes, &held, held + wanted));
+    session->bytes = wanted;
+    return COLIBRI_OK;
+}
+
 static void close_parts(colibri_session *session) {
+    atomic_fetch_sub(&session->engine->state_bytes, session->bytes);
     for (uint32_t i = 0; session->blocks != NULL && i < session->block_count; i++)
         if (session->blocks[i] != NULL)
             cb_block_release(session->engine->runtime->blocks, session->blocks[i]);
@@ -31,7 +57,11 @@ static colibri_status open_parts(colibri_session *session, cb_error *error) {
     colibri_engine *engine = session->engine;
     if (cb_block_layout_make(&engine->model->program, session->format, &session->layout, error) != COLIBRI_OK)
         return error->status;
-    session->block_count = (session->context + CB_KEY_BLOCK - 1) / CB_KEY_BLOCK;
+    if (reserve(session, error) != COLIBRI_OK)
+        return error->status;
+    if (engine->state_limit != UINT64_MAX)
+        cb_block_pool_trim(engine->runtime->blocks, session->layout.block_bytes);
+    session->block_count = blocks_for(session->context);
     session->blocks = cb_alloc(cb_multiply(session->block_count, sizeof(cb_block *)));
     session->tokens = cb_alloc(cb_multiply(session->context, sizeof *session->tokens));
     bool have = session->blocks != NULL && session->tokens != NULL;
@@ -46,6 +76,16 @@ static colibri_status open_parts(colibri_session *session, cb_error *error) {
     return COLIBRI_OK;
 }
 
+colibri_status cb_check_session_options(const colibri_session_options *options, cb_error *error) {
+    if (options->context < 1 || options->context > MAX_CONTEXT)
+        return cb_fail(error, COLIBRI_INVALID, "context is %u, it must be 1 to %u positions", options->context,
+                       MAX_CONTEXT);
+    if (options->state_format > COLIBRI_STATE_Q8)
+        return cb_fail(error, COLIBRI_INVALID, "state_format is %u, it must be 0 (default), 1 (f32), 2 (f16) or 3 (q8)",
+                       options->state_format);
+    return COLIBRI_OK;
+}
+
 colibri_status colibri_session_open(colibri_engine *engine, const colibri_session_options *options,
                                     colibri_session **result, char *message, size_t message_size) {
     cb_error error = {0};
@@ -55,12 +95,7 @@ colibri_status colibri_session_open(colibri_engine *engine, const colibri_sessio
         cb_fail(&error, COLIBRI_INVALID, "engine, options and session must not be NULL");
     } else if (cb_forked(engine->runtime)) {
         cb_fail_forked(&error);
-    } else if (options->context < 1 || options->context > MAX_CONTEXT) {
-        cb_fail(&error, COLIBRI_INVALID, "context is %u, it must be 1 to %u positions", options->context, MAX_CONTEXT);
-    } else if (options->state_format > COLIBRI_STATE_Q8) {
-        cb_fail(&error, COLIBRI_INVALID, "state_format is %u, it must be 0 (default), 1 (f32), 2 (f16) or 3 (q8)",
-                options->state_format);
-    } else {
+    } else if (cb_check_session_options(options, &error) == COLIBRI_OK) {
         colibri_session *session = cb_alloc(sizeof *session);
         if (session == NULL) {
             cb_fail(&error, COLIBRI_OUT_OF_MEMORY, "not enough memory for a session");

@@ -57,10 +57,19 @@ colibri_status cb_block_pool_open(cb_block_pool **pool, cb_error *error) {
     return COLIBRI_OK;
 }
 
-void cb_block_pool_trim(cb_block_pool *pool) {
+void cb_block_pool_trim(cb_block_pool *pool, uint64_t kept) {
+    cb_block *block = NULL;
     pthread_mutex_lock(&pool->lock);
-    cb_block *block = pool->free;
-    pool->free = NULL;
+    for (cb_block **link = &pool->free; *link != NULL;) {
+        cb_block *one = *link;
+        if (one->bytes == kept) {
+            link = &one->next_free;
+            continue;
+        }
+        *link = one->next_free;
+        one->next_free = block;
+        block = one;
+    }
     pthread_mutex_unlock(&pool->lock);
     while (block != NULL) {
         cb_block *next = block->next_free;
@@ -73,7 +82,7 @@ void cb_block_pool_trim(cb_block_pool *pool) {
 void cb_block_pool_close(cb_block_pool *pool) {
     if (pool == NULL)
         return;
-    cb_block_pool_trim(pool);
+    cb_block_pool_trim(pool, UINT64_MAX);
     pthread_mutex_destroy(&pool->lock);
     cb_free(pool);
 }

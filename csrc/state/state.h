@@ -37,7 +37,7 @@ void cb_block_pool_close(cb_block_pool *pool);                /* every block mus
 cb_block *cb_block_take(cb_block_pool *pool, uint64_t bytes); /* one reference; NULL: out of memory */
 void cb_block_retain(cb_block *block);
 void cb_block_release(cb_block_pool *pool, cb_block *block);
-/* Gives released blocks back to the system. */
-void cb_block_pool_trim(cb_block_pool *pool);
+/* Gives released blocks back to the system, but those of `kept` bytes (UINT64_MAX: all go). */
+void cb_block_pool_trim(cb_block_pool *pool, uint64_t kept);
 
 #endif

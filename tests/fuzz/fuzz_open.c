@@ -96,8 +96,9 @@ static colibri_status load(const char *path, cb_error *error) {
     if (cb_model_open(path, &model, error) != COLIBRI_OK)
         return error->status;
     colibri_status status = cb_model_load_tensors(model, &tensor_bytes, error);
+    const cb_store_options options = {.slot_bytes = UINT64_MAX};
     if (status == COLIBRI_OK)
-        status = cb_expert_store_open(model, &store, error);
+        status = cb_expert_store_open(model, &options, &store, error);
     if (status == COLIBRI_OK) {
         if (tensor_bytes + cb_expert_store_bytes(store) > model->file_size + 64)
             broken("more weight bytes than the file has", tensor_bytes, cb_expert_store_bytes(store));
@@ -105,10 +106,14 @@ static colibri_status load(const char *path, cb_error *error) {
             if (!same_bytes(path, model->tensors[i].offset, model->tensors[i].data, model->tensors[i].size))
                 broken("a tensor in memory is not the file's", i, 0);
         for (uint32_t s = 0; s < model->set_count; s++)
-            for (uint32_t i = 0; i < model->sets[s].count; i++)
-                if (!same_bytes(path, model->sets[s].experts[i].offset, cb_expert_store_get(store, s, i),
-                                model->sets[s].experts[i].size))
+            for (uint32_t i = 0; i < model->sets[s].count; i++) {
+                cb_store_ready ready;
+                cb_store_begin(store, s, &i, 1);
+                if (cb_store_next(store, &ready, 1) != 1 || ready.record == NULL ||
+                    !same_bytes(path, model->sets[s].experts[i].offset, ready.record, model->sets[s].experts[i].size))
                     broken("an expert in memory is not the file's", s, i);
+                cb_store_end(store);
+            }
     }
     cb_expert_store_close(store);
     cb_model_close(model);

@@ -121,19 +121,34 @@ static inline void naive_rope(float *y, const float *x, const float *table, uint
     }
 }
 
+/* Element `index` of a state block, which belongs to `key`. */
+static inline float naive_element(uint32_t format, const void *block, const float *scales, size_t index, uint32_t key) {
+    switch (format) {
+    case COLIBRI_STATE_F16:
+        return naive_half(((const uint16_t *)block)[index]);
+    case COLIBRI_STATE_Q8:
+        return (float)((const int8_t *)block)[index] * scales[key];
+    default:
+        return ((const float *)block)[index];
+    }
+}
+
 static inline void naive_attention(const cb_attention_block *job) {
     for (uint32_t row = 0; row < job->count; row++) {
         float p[64] = {0};
         float *out = job->out + row * job->out_stride;
         float block = -INFINITY;
+        bool finite = true;
         if (job->first[row] >= job->last[row]) {
             continue;
         }
         for (uint32_t key = job->first[row]; key < job->last[row]; key++) {
             for (uint32_t d = 0; d < job->key_dim; d++) {
-                p[key] = fmaf(job->k[d * 64 + key], job->q[row * job->q_stride + d], p[key]);
+                const float k = naive_element(job->format, job->k, job->key_scales, d * 64 + key, key);
+                p[key] = fmaf(k, job->q[row * job->q_stride + d], p[key]);
             }
             p[key] = job->scale * p[key];
+            finite = finite && isfinite(p[key]);
             block = p[key] > block ? p[key] : block;
         }
         const float m = block > job->m[row] ? block : job->m[row];
@@ -142,11 +157,12 @@ static inline void naive_attention(const cb_attention_block *job) {
             p[key] = cb_exp(p[key] - m);
         }
         job->m[row] = m;
-        job->l[row] = fmaf(job->l[row], alpha, naive_sum(p, 64));
+        job->l[row] = finite ? fmaf(job->l[row], alpha, naive_sum(p, 64)) : NAN;
         for (uint32_t d = 0; d < job->value_dim; d++) {
             float sum = out[d] * alpha;
             for (uint32_t key = job->first[row]; key < job->last[row]; key++) {
-                sum = fmaf(p[key], job->v[(size_t)key * job->value_dim + d], sum);
+                const size_t index = (size_t)key * job->value_dim + d;
+                sum = fmaf(p[key], naive_element(job->format, job->v, job->value_scales, index, key), sum);
             }
             out[d] = sum;
         }

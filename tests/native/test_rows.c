@@ -100,6 +100,15 @@ static void test_bits_of_the_contract(void) {
 
 /* ---- rows ---- */
 
+static bool all_finite(const float *x, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) {
+        if (!isfinite(x[i])) {
+            return false;
+        }
+    }
+    return true;
+}
+
 static void test_rows(uint32_t n, int kind) {
     float *x = filled(n, kind), *w = filled(n, PLAIN), *got = floats(n), *expected = floats(n);
     const char *names[] = {"plain", "tiny", "huge", "zeros", "nan", "infinity", "any bits"};
@@ -107,7 +116,8 @@ static void test_rows(uint32_t n, int kind) {
     for (uint32_t i = 0; i < n; i++) {
         expected[i] = x[i] + w[i];
     }
-    kernels->add(got, x, w, n);
+    bool finite = kernels->add(got, x, w, n);
+    check(finite == all_finite(expected, n), "add tells if it is finite n=%u %s", n, names[kind]);
     check(same(got, expected, n), "add n=%u %s", n, names[kind]);
     memcpy(got, x, n * sizeof(float));
     kernels->add(got, got, w, n);
@@ -116,7 +126,8 @@ static void test_rows(uint32_t n, int kind) {
     for (uint32_t i = 0; i < n; i++) {
         expected[i] = x[i] < -0.5f ? -0.5f : x[i] > 0.25f ? 0.25f : x[i];
     }
-    kernels->clamp(got, x, -0.5f, 0.25f, n);
+    finite = kernels->clamp(got, x, -0.5f, 0.25f, n);
+    check(finite == all_finite(x, n), "clamp tells if x is finite n=%u %s", n, names[kind]);
     check(same(got, expected, n), "clamp n=%u %s", n, names[kind]);
 
     for (uint32_t i = 0; i < n; i++) {
@@ -144,12 +155,13 @@ static void test_rows(uint32_t n, int kind) {
     for (uint32_t i = 0; i < n; i++) {
         partial[i % 16] = fmaf(x[i], x[i], partial[i % 16]);
     }
-    const float factor = 1.0f / sqrtf(naive_sum(partial, 16) / (float)n + 1e-6f);
+    const float squares = naive_sum(partial, 16), factor = 1.0f / sqrtf(squares / (float)n + 1e-6f);
     for (uint32_t i = 0; i < n; i++) {
         expected[i] = x[i] * factor;
         expected[i] = expected[i] * w[i];
     }
-    kernels->rms_norm(got, x, w, n, 1e-6f);
+    finite = kernels->rms_norm(got, x, w, n, 1e-6f);
+    check(finite == (bool)isfinite(squares), "rms_norm tells of the sum of squares n=%u %s", n, names[kind]);
     check(same(got, expected, n), "rms_norm n=%u %s", n, names[kind]);
 
     float largest = -INFINITY;
@@ -167,7 +179,7 @@ static void test_rows(uint32_t n, int kind) {
     kernels->softmax(got, n);
     check(same(got, expected, n), "softmax n=%u %s", n, names[kind]);
 
-    bool finite = true;
+    finite = true;
     for (uint32_t i = 0; i < n; i++) {
         finite = finite && isfinite(x[i]);
     }

@@ -12,11 +12,13 @@ FLAGS: dict[str, set[str]] = {
     "avxvnni": AVX2 | {"avx_vnni"},
     "avx512": AVX512,
     "amx": AVX512 | {"amx_tile", "amx_int8"},
+    "neon": {"asimddp"},
+    "i8mm": {"asimddp", "i8mm"},
 }
 CPUS = tuple(FLAGS)
-FLOAT_KERNELS = {"avxvnni": "avx2", "amx": "avx512"}
+FLOAT_KERNELS = {"avxvnni": "avx2", "amx": "avx512", "i8mm": "neon"}
 
 
 def this_machine_has(cpu: str) -> bool:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return FLAGS[cpu] <= set(next((line.split() for line in lines if line.startswith("flags")), []))
+    return FLAGS[cpu] <= set(next((line.split() for line in lines if line.startswith(("flags", "Features"))), []))

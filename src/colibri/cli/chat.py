@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from io import TextIOWrapper
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from colibri.cli.engine_options import EngineOptions
 from colibri.cli.output import write
+from colibri.cli.warming import warming
 from colibri.errors import ColibriError, ContextLengthError, TemplateError
 from colibri.runtime.engine import Engine
 from colibri.runtime.session import Session
@@ -18,7 +21,7 @@ HELP = "/reset forgets the conversation, /help shows this, /exit (or Ctrl-D) end
 
 
 def chat_command(
-    model: Path | None, max_tokens: int, sampling: Mapping[str, Any], threads: int | None, context: int | None
+    model: Path | None, max_tokens: int, sampling: Mapping[str, Any], context: int | None, options: EngineOptions
 ) -> None:
     if sys.stdin is None:
         raise ColibriError("standard input is closed; chat reads the questions from it")
@@ -30,7 +33,7 @@ def chat_command(
         # Arrow keys and history in `input`, where Python has readline; importing it enables it.
         with suppress(ImportError):
             import readline  # noqa: F401
-    with Engine(model, threads=threads) as engine, engine.session(context) as session:
+    with Engine(model, context=context, **options) as engine, engine.session() as session:
         if not engine.tokenizer.has_chat_template:
             raise TemplateError(f"{engine.path} has no chat template; use colibri run with a plain prompt")
         if interactive:
@@ -83,7 +86,9 @@ def _answer(
     messages.append({"role": "user", "content": text})
     generation = engine.generate(messages=messages, max_tokens=max_tokens, session=session, **sampling)
     try:
-        for piece in generation:
+        with warming(engine, generation.usage.prompt_tokens) if len(messages) == 1 else nullcontext():
+            first = next(generation, "")
+        for piece in chain([first], generation):
             write(piece, end="")
     finally:
         messages.append({"role": "assistant", "content": generation.text})

@@ -7,12 +7,15 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from colibri.cli.engine_options import EngineOptions
 from colibri.cli.output import write, write_json
+from colibri.cli.warming import warming
 from colibri.errors import ColibriError, UsageError
-from colibri.runtime.backend import Statistics
+from colibri.runtime.backend import LatencyStatistics, Statistics
 from colibri.runtime.engine import Engine
 
 
@@ -73,18 +76,20 @@ def run_command(
     max_tokens: int,
     sampling: Mapping[str, Any],
     stop: Sequence[str],
-    threads: int | None,
     context: int | None,
+    options: EngineOptions,
     as_json: bool,
     statistics: bool,
 ) -> None:
     model, text = choose_prompt(arguments, prompt_file)
-    with Engine(model, threads=threads) as engine:
+    with Engine(model, context=context, **options) as engine:
         source: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
         start = time.perf_counter()
-        generation = engine.generate(**source, max_tokens=max_tokens, stop=stop, context=context, **sampling)
+        generation = engine.generate(**source, max_tokens=max_tokens, stop=stop, **sampling)
         try:
-            for piece in generation:
+            with warming(engine, generation.usage.prompt_tokens):
+                first = next(generation, "")
+            for piece in chain([first], generation):
                 if not as_json:
                     write(piece, end="")
         except KeyboardInterrupt:
@@ -120,6 +125,8 @@ def print_statistics(statistics: Statistics) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from colibri.cli.experts_report import print_experts
+
     console = Console(stderr=True)
     console.print(
         f"{statistics.tokens} tokens in {statistics.passes} passes, {statistics.seconds:.3f} s, "
@@ -133,15 +140,25 @@ def print_statistics(statistics: Statistics) -> None:
         if seconds > 0:
             times.add_row(name, f"{seconds * 1e3:.2f}", f"{100 * seconds / total:.1f}")
     console.print(times)
-    if statistics.expert_sets:
-        experts = Table("layer", "experts computed", "tokens x experts", "MiB touched", "busiest expert")
-        for layer in statistics.expert_sets:
-            busiest = max(range(layer.expert_count), key=layer.tokens_per_expert.__getitem__)
-            experts.add_row(
-                str(layer.layer),
-                str(layer.experts_computed),
-                str(layer.expert_tokens),
-                f"{layer.bytes_touched / 2**20:.1f}",
-                f"{busiest} ({layer.tokens_per_expert[busiest]} tokens)",
+    for name, phase in statistics.phases.items():
+        if phase.passes:
+            console.print(
+                f"{name}: {phase.tokens} tokens in {phase.passes} passes, {phase.seconds:.3f} s, "
+                f"{phase.parallel_regions / phase.passes:.0f} parallel regions in each"
             )
-        console.print(experts)
+            if phase.dispatch.count or phase.dispatch_switched.count or phase.dispatch_missed:
+                console.print(
+                    f"  router to the last thread's first expert task: {_latency(phase.dispatch)}; "
+                    f"with a context switch: {_latency(phase.dispatch_switched)}; missed {phase.dispatch_missed}"
+                )
+    if statistics.expert_sets:
+        print_experts(console, statistics)
+
+
+def _latency(latency: LatencyStatistics) -> str:
+    if not latency.count:
+        return "none"
+    return (
+        f"{latency.count} times, mean {latency.mean * 1e6:.1f} us, p50 {latency.p50 * 1e6:.1f}, "
+        f"p99 {latency.p99 * 1e6:.1f}, largest {latency.largest * 1e6:.1f}"
+    )

@@ -18,9 +18,11 @@ from colibri.errors import (
     UsageError,
 )
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MESSAGE_SIZE = 512
 TOP_LOGPROBS = 20
+OP_KINDS = 32
+PHASES = ("prompt", "decode")
 OK = 0
 UNSUPPORTED = 4
 OUT_OF_MEMORY = 5
@@ -42,11 +44,22 @@ _ERRORS: dict[int, type[ColibriError]] = {
 
 
 class RuntimeOptions(c.Structure):
-    _fields_ = (("threads", c.c_uint32), ("cpu", c.c_char_p), ("system_root", c.c_char_p))
+    _fields_ = (("threads", c.c_uint32), ("cpu", c.c_char_p), ("system_root", c.c_char_p), ("pin", c.c_uint32))
 
 
 class EngineOptions(c.Structure):
-    _fields_ = (("max_batch_tokens", c.c_uint32),)
+    _fields_ = (
+        ("max_batch_tokens", c.c_uint32),
+        ("io_threads", c.c_uint32),
+        ("io", c.c_uint32),
+        ("verify", c.c_uint32),
+        ("huge_pages", c.c_uint32),
+        ("prefetch_depth", c.c_uint32),
+        ("lock_memory", c.c_uint32),
+        ("guard", c.c_uint32),
+        ("expert_bytes", c.c_uint64),
+        ("state_bytes", c.c_uint64),
+    )
 
 
 class EngineInfo(c.Structure):
@@ -61,11 +74,31 @@ class EngineInfo(c.Structure):
         ("expert_bytes", c.c_uint64),
         ("scratch_bytes", c.c_uint64),
         ("digest", c.c_uint8 * 32),
+        ("all_expert_bytes", c.c_uint64),
+        ("token_expert_bytes", c.c_uint64),
     )
 
 
 class SessionOptions(c.Structure):
     _fields_ = (("context", c.c_uint32), ("state_format", c.c_uint32))
+
+
+class MemoryPlan(c.Structure):
+    _fields_ = (
+        ("tensor_bytes", c.c_uint64),
+        ("scratch_bytes", c.c_uint64),
+        ("other_bytes", c.c_uint64),
+        ("session_bytes", c.c_uint64),
+        ("all_expert_bytes", c.c_uint64),
+        ("least_expert_bytes", c.c_uint64),
+        ("wasted_expert_bytes", c.c_uint64),
+        ("largest_layer_bytes", c.c_uint64),
+        ("token_expert_bytes", c.c_uint64),
+        ("expert_count", c.c_uint32),
+        ("expert_set_count", c.c_uint32),
+        ("vocabulary_size", c.c_uint32),
+        ("context_limit", c.c_uint32),
+    )
 
 
 class Item(c.Structure):
@@ -104,14 +137,43 @@ class SampleResult(c.Structure):
     )
 
 
+class Latency(c.Structure):
+    _fields_ = (
+        ("count", c.c_uint64),
+        ("sum", c.c_uint64),
+        ("p50", c.c_uint64),
+        ("p99", c.c_uint64),
+        ("largest", c.c_uint64),
+    )
+
+
+class PhaseStats(c.Structure):
+    _fields_ = (
+        ("tokens", c.c_uint64),
+        ("passes", c.c_uint64),
+        ("nanoseconds", c.c_uint64),
+        ("parallel_regions", c.c_uint64),
+        ("dispatch", Latency),
+        ("dispatch_switched", Latency),
+        ("dispatch_missed", c.c_uint64),
+    )
+
+
 class Stats(c.Structure):
     _fields_ = (
         ("tokens", c.c_uint64),
         ("passes", c.c_uint64),
         ("nanoseconds", c.c_uint64),
-        ("op_nanoseconds", c.c_uint64 * 32),
+        ("op_nanoseconds", c.c_uint64 * OP_KINDS),
         ("cpu", c.c_char * 16),
         ("matmul", (c.c_char * 32) * 16),
+        ("phases", PhaseStats * len(PHASES)),
+        ("resident", c.c_uint32),
+        ("is_direct", c.c_uint32),
+        ("predicted_passes", c.c_uint64),
+        ("unpredicted_passes", c.c_uint64),
+        ("prediction_nanoseconds", c.c_uint64),
+        ("warning", c.c_char * MESSAGE_SIZE),
     )
 
 
@@ -122,6 +184,17 @@ class ExpertSetStats(c.Structure):
         ("experts_computed", c.c_uint64),
         ("expert_tokens", c.c_uint64),
         ("bytes_touched", c.c_uint64),
+        ("hits", c.c_uint64),
+        ("misses", c.c_uint64),
+        ("bytes_read", c.c_uint64),
+        ("stall_nanoseconds", c.c_uint64),
+        ("prefetched", c.c_uint64),
+        ("prefetched_used", c.c_uint64),
+        ("evictions", c.c_uint64),
+        ("load_nanoseconds", c.c_uint64),
+        ("predictable", c.c_uint64),
+        ("predicted", c.c_uint64),
+        ("recalled", c.c_uint64),
     )
 
 
@@ -138,6 +211,18 @@ _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
     "colibri_engine_close": (c.c_int, (c.c_void_p,)),
     "colibri_engine_get_info": (None, (c.c_void_p, c.POINTER(EngineInfo))),
+    "colibri_engine_warm": (c.c_int, (c.c_void_p, c.c_uint32, c.c_void_p, c.c_uint32, *_MESSAGE)),
+    "colibri_plan_memory": (
+        c.c_int,
+        (
+            c.c_void_p,
+            c.c_char_p,
+            c.POINTER(EngineOptions),
+            c.POINTER(SessionOptions),
+            c.POINTER(MemoryPlan),
+            *_MESSAGE,
+        ),
+    ),
     "colibri_validate": (c.c_int, (c.c_char_p, *_MESSAGE)),
     "colibri_session_open": (
         c.c_int,
@@ -171,10 +256,12 @@ _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
         ),
     ),
     "colibri_get_stats": (None, (c.c_void_p, c.POINTER(Stats))),
+    "colibri_get_profile": (c.c_int, (c.c_void_p, c.c_int, c.c_void_p)),
     "colibri_get_expert_stats": (
         c.c_int,
         (c.c_void_p, c.c_uint32, c.POINTER(ExpertSetStats), c.c_void_p),
     ),
+    "colibri_get_expert_loads": (c.c_int, (c.c_void_p, c.c_uint32, c.c_void_p, c.c_void_p)),
 }
 
 
@@ -198,6 +285,13 @@ def _load() -> c.CDLL:
 
 
 library = _load()
+
+
+def release_free_memory() -> None:
+    """Give memory that was freed back to the system, as far as the C library can."""
+    trim = getattr(c.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def message_buffer() -> c.Array[c.c_char]:

@@ -14,13 +14,26 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from colibri.errors import BusyError, ColibriError, OutOfMemoryError, UsageError
+from colibri.errors import BusyError, ColibriError, MemoryBudgetError, OutOfMemoryError, UsageError
 from colibri.program.ops import BY_NUMBER
 from colibri.quantize.formats import FORMATS
 from colibri.runtime import native
-from colibri.runtime.backend import ExpertSetStatistics, ForwardItem, Statistics
+from colibri.runtime.backend import (
+    HUGE_PAGES,
+    IO_MODES,
+    VERIFY_MODES,
+    ExpertSetStatistics,
+    ForwardItem,
+    LatencyStatistics,
+    MemoryPlan,
+    NativeOptions,
+    PhaseStatistics,
+    Statistics,
+)
+from colibri.runtime.budget import array_bytes
 from colibri.runtime.interruptible import run_abandonable
 from colibri.runtime.native import library
+from colibri.runtime.sizes import format_size
 
 _LOGITS_MODES = {"none": 0, "last": 1, "all": 2}
 
@@ -28,25 +41,25 @@ _LOGITS_MODES = {"none": 0, "last": 1, "all": 2}
 class _Runtime:
     """Threads shared by all engines of a process that ask for the same count and CPU; freed with the last of them."""
 
-    _open: ClassVar[weakref.WeakValueDictionary[tuple[int, int, str], _Runtime]] = weakref.WeakValueDictionary()
+    _open: ClassVar[weakref.WeakValueDictionary[tuple[int, int, str, bool], _Runtime]] = weakref.WeakValueDictionary()
     _lock = threading.Lock()
 
-    def __init__(self, threads: int, cpu: str):
+    def __init__(self, threads: int, cpu: str, pin: bool):
         self.handle = c.c_void_p()
-        options = native.RuntimeOptions(threads, cpu.encode() or None, None)
+        options = native.RuntimeOptions(threads, cpu.encode() or None, None, pin)
         message = native.message_buffer()
         status = library.colibri_init(c.byref(options), c.byref(self.handle), message, len(message))
         native.check(status, message, UsageError)
         _at_collection(self, library.colibri_free, self.handle)
 
     @classmethod
-    def shared(cls, threads: int, cpu: str) -> _Runtime:
+    def shared(cls, threads: int, cpu: str, pin: bool) -> _Runtime:
         # The process id is part of the key: a forked child must not use its parent's threads.
-        key = (os.getpid(), threads, cpu)
+        key = (os.getpid(), threads, cpu, pin)
         with cls._lock:
             runtime = cls._open.get(key)
             if runtime is None:
-                runtime = cls._open[key] = cls(threads, cpu)
+                runtime = cls._open[key] = cls(threads, cpu, pin)
             return runtime
 
 
@@ -157,17 +170,21 @@ class NativeSession:
 class NativeBackend:
     """A model in the C core."""
 
-    def __init__(self, path: Path, threads: int, cpu: str, max_batch_tokens: int):
-        self._runtime = runtime = _Runtime.shared(threads, cpu)
+    def __init__(self, path: Path, threads: int, cpu: str, options: NativeOptions, result_limit: int | None = None):
+        """result_limit: bytes that the results of one call may have; None: any."""
+        self._result_limit = result_limit
+        self._runtime = runtime = _Runtime.shared(threads, cpu, options.pin)
         self._lock = threading.Lock()
-        self._handle = run_abandonable(
-            lambda: _open_engine(runtime, path, max_batch_tokens), library.colibri_engine_close
-        )
+        self._handle = run_abandonable(lambda: _open_engine(runtime, path, options), library.colibri_engine_close)
         self._finalizer = _at_collection(self, library.colibri_engine_close, self._handle, runtime)
         self._info = native.EngineInfo()
         library.colibri_engine_get_info(self._handle, c.byref(self._info))
         self.vocabulary_size: int = self._info.vocabulary_size
         self.context_limit: int = self._info.context_limit
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._handle)
 
     @property
     def handle(self) -> c.c_void_p:
@@ -187,6 +204,7 @@ class NativeBackend:
         native_items = (native.Item * len(items))()
         keep: list[np.ndarray] = []  # the arrays must outlive the call
         ready: list[int] = []  # which item each native one is
+        self._check_results(items)
         try:
             for index, item in enumerate(items):
                 entry = native_items[len(ready)]
@@ -211,6 +229,19 @@ class NativeBackend:
             if entry.status != native.OK:
                 results[index] = native.error_of(entry.status, entry.message)
         return results
+
+    def _check_results(self, items: Sequence[ForwardItem]) -> None:
+        """Refuse a call whose results would not fit in the budget; nothing is computed then."""
+        if self._result_limit is None:
+            return
+        rows = sum({"none": 0, "last": 1, "all": len(item.tokens)}[item.logits] for item in items if not item.scores)
+        size = array_bytes(4 * rows * self.vocabulary_size)
+        if size > self._result_limit:
+            raise MemoryBudgetError(
+                f"the logits of {rows} tokens take {format_size(size)} and the memory budget leaves "
+                f"{format_size(self._result_limit)} for results; run fewer tokens at once, use last_only=True or "
+                "Session.score, or give the engine more ram"
+            )
 
     def _fill(self, entry: native.Item, item: ForwardItem, keep: list[np.ndarray]) -> np.ndarray:
         """Describe an item to the core; returns the array that its results go to."""
@@ -238,22 +269,7 @@ class NativeBackend:
     def _statistics(self) -> Statistics:
         stats = native.Stats()
         library.colibri_get_stats(self.handle, c.byref(stats))
-        sets = []
-        for index in range(self._info.expert_set_count):
-            one = native.ExpertSetStats()
-            library.colibri_get_expert_stats(self.handle, index, c.byref(one), None)
-            counts = np.zeros(one.expert_count, np.uint64)
-            library.colibri_get_expert_stats(self.handle, index, c.byref(one), counts.ctypes.data)
-            sets.append(
-                ExpertSetStatistics(
-                    one.layer,
-                    one.expert_count,
-                    one.experts_computed,
-                    one.expert_tokens,
-                    one.bytes_touched,
-                    tuple(int(n) for n in counts),
-                )
-            )
+        sets = tuple(self._set_statistics(index) for index in range(self._info.expert_set_count))
         names = [bytes(name.value).decode() for name in stats.matmul]
         return Statistics(
             vm="native",
@@ -267,8 +283,73 @@ class NativeBackend:
             weight_bytes=self._info.weight_bytes,
             expert_bytes=self._info.expert_bytes,
             scratch_bytes=self._info.scratch_bytes,
-            expert_sets=tuple(sets),
+            expert_sets=sets,
+            resident=bool(stats.resident),
+            is_direct=bool(stats.is_direct),
+            predicted_passes=stats.predicted_passes,
+            unpredicted_passes=stats.unpredicted_passes,
+            prediction_seconds=stats.prediction_nanoseconds * 1e-9,
+            all_expert_bytes=self._info.all_expert_bytes,
+            token_expert_bytes=self._info.token_expert_bytes,
+            warning=stats.warning.decode("utf-8", "replace"),
+            phases={name: self._phase(number, stats.phases[number]) for number, name in enumerate(native.PHASES)},
         )
+
+    def _phase(self, number: int, stats: native.PhaseStats) -> PhaseStatistics:
+        profile = np.zeros((self._info.layer_count + 1, native.OP_KINDS), np.uint64)
+        library.colibri_get_profile(self.handle, number, profile.ctypes.data)
+        *layers, outside = [
+            {BY_NUMBER[op].name: float(row[op]) * 1e-9 for op in np.flatnonzero(row).tolist()} for row in profile
+        ]
+        return PhaseStatistics(
+            tokens=stats.tokens,
+            passes=stats.passes,
+            seconds=stats.nanoseconds * 1e-9,
+            parallel_regions=stats.parallel_regions,
+            dispatch=_latency(stats.dispatch),
+            dispatch_switched=_latency(stats.dispatch_switched),
+            dispatch_missed=stats.dispatch_missed,
+            seconds_by_layer=tuple(layers),
+            seconds_outside=outside,
+        )
+
+    def _set_statistics(self, index: int) -> ExpertSetStatistics:
+        one = native.ExpertSetStats()
+        library.colibri_get_expert_stats(self.handle, index, c.byref(one), None)
+        counts, loads, times = np.zeros((3, one.expert_count), np.uint64)
+        library.colibri_get_expert_stats(self.handle, index, c.byref(one), counts.ctypes.data)
+        library.colibri_get_expert_loads(self.handle, index, loads.ctypes.data, times.ctypes.data)
+        return ExpertSetStatistics(
+            layer=one.layer,
+            expert_count=one.expert_count,
+            experts_computed=one.experts_computed,
+            expert_tokens=one.expert_tokens,
+            bytes_touched=one.bytes_touched,
+            tokens_per_expert=tuple(counts.tolist()),
+            hits=one.hits,
+            misses=one.misses,
+            bytes_read=one.bytes_read,
+            stall_seconds=one.stall_nanoseconds * 1e-9,
+            prefetched=one.prefetched,
+            prefetched_used=one.prefetched_used,
+            evictions=one.evictions,
+            load_seconds=one.load_nanoseconds * 1e-9,
+            predictable=one.predictable,
+            predicted=one.predicted,
+            recalled=one.recalled,
+            loads_per_expert=tuple(loads.tolist()),
+            load_seconds_per_expert=tuple((times * 1e-9).tolist()),
+        )
+
+    def warm(self, expert_set: int, experts: Sequence[int]) -> None:
+        """Ask for low-priority reads of these experts, first to last, as far as there is room; does not wait."""
+        array = np.ascontiguousarray(experts, np.uint32)
+        message = native.message_buffer()
+        with self._lock:
+            status = library.colibri_engine_warm(
+                self.handle, expert_set, array.ctypes.data, len(array), message, len(message)
+            )
+        native.check(status, message)
 
     def close(self) -> None:
         with self._lock:
@@ -281,15 +362,52 @@ class NativeBackend:
             del self._runtime
 
 
-def _open_engine(runtime: _Runtime, path: Path, max_batch_tokens: int) -> c.c_void_p:
+def _latency(stats: native.Latency) -> LatencyStatistics:
+    mean = stats.sum / stats.count if stats.count else 0.0
+    return LatencyStatistics(stats.count, mean * 1e-9, stats.p50 * 1e-9, stats.p99 * 1e-9, stats.largest * 1e-9)
+
+
+def _native_options(options: NativeOptions) -> native.EngineOptions:
+    return native.EngineOptions(
+        max_batch_tokens=options.max_batch_tokens,
+        io_threads=options.io_threads,
+        io=IO_MODES[options.io],
+        verify=VERIFY_MODES[options.verify],
+        huge_pages=HUGE_PAGES[options.huge_pages],
+        prefetch_depth=options.prefetch_depth,
+        lock_memory=options.lock_memory,
+        guard=options.guard,
+        expert_bytes=options.expert_bytes,
+        state_bytes=options.state_bytes,
+    )
+
+
+def _open_engine(runtime: _Runtime, path: Path, options: NativeOptions) -> c.c_void_p:
     handle = c.c_void_p()
-    options = native.EngineOptions(max_batch_tokens)
+    given = _native_options(options)
     message = native.message_buffer()
     status = library.colibri_engine_open(
-        runtime.handle, os.fsencode(path), c.byref(options), c.byref(handle), message, len(message)
+        runtime.handle, os.fsencode(path), c.byref(given), c.byref(handle), message, len(message)
     )
     native.check(status, message)
     return handle
+
+
+def plan_memory(
+    path: Path, threads: int, cpu: str, options: NativeOptions, context: int, state_format: int
+) -> MemoryPlan:
+    """What a NativeBackend with these arguments and a session would take; reads no weight.
+
+    Raises ModelFileError, UnsupportedModelError, UsageError.
+    """
+    runtime = _Runtime.shared(threads, cpu, options.pin)
+    given, session = _native_options(options), native.SessionOptions(context, state_format)
+    plan, message = native.MemoryPlan(), native.message_buffer()
+    status = library.colibri_plan_memory(
+        runtime.handle, os.fsencode(path), c.byref(given), c.byref(session), c.byref(plan), message, len(message)
+    )
+    native.check(status, message)
+    return MemoryPlan(**{name: getattr(plan, name) for name, *_ in native.MemoryPlan._fields_})
 
 
 def _array(shape: tuple[int, ...], kind: type[np.generic]) -> np.ndarray:
