@@ -2,7 +2,7 @@
 # make check       everything CI runs
 # make check-all   check, then aarch64, sanitizers and the long runs
 # make check-aarch64  the native tests cross-built for aarch64, run by qemu
-# make bench       decode, prompt and batch speed; LLAMA_PYTHON=... beside llama.cpp
+# make bench       speed and memory beside other engines, and every kernel (bench/README.md)
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -67,10 +67,10 @@ sanitize: install-test
 check-all: check check-aarch64 sanitize
 	COLIBRI_SLOW=1 COLIBRI_FUZZ=10000 $(BIN)/python -m pytest tests
 
-# LLAMA_PYTHON=interpreter with llama-cpp-python (see bench/peer_llamacpp.py) adds the peer
+# Peers: LLAMA_PYTHON, IK_PYTHON, TORCH_PYTHON, VLLM_PYTHON=interpreter (bench/README.md); BENCH='--shape b7 ...'
 bench: $(BIN)/python
 	$(BIN)/pip install --quiet '.[bench]'
-	$(BIN)/python bench/speed.py $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
+	$(BIN)/python bench/run.py $(BENCH)
 
 wheel: $(BIN)/python
 	$(BIN)/pip wheel --quiet --no-deps -w dist .

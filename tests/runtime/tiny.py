@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -41,12 +42,24 @@ def write_tiny(
     path: Path, weights: str = "f32", *, tokenizer: bool = True, template: str | None = TEMPLATE, context: int = 256
 ) -> Path:
     """Convert a random Qwen3-MoE of two layers into `path`."""
-    folder = path.with_suffix(".source")
     tensors = tensors_of("qwen3_moe")
     random = np.random.default_rng(5)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = (random.standard_normal((VOCABULARY, HIDDEN)) / 3).astype(np.float32)
     config = config_of("qwen3_moe", vocab_size=VOCABULARY, max_position_embeddings=context, eos_token_id=END)
+    return _convert(path, config, tensors, weights, tokenizer=tokenizer, template=template)
+
+
+def _convert(
+    path: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    weights: str,
+    *,
+    tokenizer: bool = True,
+    template: str | None,
+) -> Path:
+    folder = path.with_suffix(".source")
     write_folder(folder, config, tensors)
     if tokenizer:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -76,3 +89,34 @@ def scripted(engine: colibri.Engine, ids: Sequence[int]) -> colibri.Engine:
     """Let the engine "generate" these ids."""
     engine.__dict__["sampler"] = ScriptedSampler(ids)
     return engine
+
+
+def write_larger(path: Path) -> Path:
+    """A random Qwen3-MoE with 96 MiB of experts, in q4, with the tiny tokenizer."""
+    width, ffn, experts, layers, vocabulary = 512, 512, 64, 4, 8192
+    random = np.random.default_rng(6)
+    config = config_of(
+        "qwen3_moe", vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=64, num_experts=experts, num_experts_per_tok=4, moe_intermediate_size=ffn,
+        max_position_embeddings=4096, eos_token_id=END,
+    )  # fmt: skip
+    shapes = {"model.embed_tokens.weight": (vocabulary, width), "lm_head.weight": (vocabulary, width)}
+    shapes["model.norm.weight"] = (width,)
+    for layer in range(layers):
+        at = f"model.layers.{layer}."
+        shapes |= {f"{at}{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
+        shapes |= {f"{at}self_attn.{name}_norm.weight": (64,) for name in "qk"}
+        shapes |= {
+            f"{at}self_attn.{name}_proj.weight": (rows, width)
+            for name, rows in (("q", 512), ("k", 256), ("v", 256), ("o", 512))
+        }
+        shapes[f"{at}mlp.gate.weight"] = (experts, width)
+        for expert in range(experts):
+            here = f"{at}mlp.experts.{expert}."
+            shapes |= {f"{here}{name}_proj.weight": (ffn, width) for name in ("gate", "up")}
+            shapes[f"{here}down_proj.weight"] = (width, ffn)
+    tensors = {}
+    for name, shape in shapes.items():
+        values = random.standard_normal(shape, np.float32) / np.float32(np.sqrt(shape[-1]))
+        tensors[name] = values + 1 if len(shape) == 1 else values
+    return _convert(path, config, tensors, "q4", template=TEMPLATE)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import warnings
 from contextlib import suppress
 from io import TextIOWrapper
+from typing import Any
 
-from colibri.errors import ColibriError
+from colibri.errors import ColibriError, MemoryBudgetWarning, UsageFileWarning
 
 INTERRUPTED = 130
 
@@ -50,6 +52,8 @@ def _run() -> int:
 
     from colibri.cli.app import app
 
+    warnings.showwarning = _warn
+
     # Typer is built on Click, or has it inside; either way this is its class for a wrong command line.
     usage_error: type[Exception] = typer.BadParameter.__bases__[0]
     try:
@@ -69,6 +73,12 @@ def _run() -> int:
     if command == INTERRUPTED:  # Typer has caught a Ctrl-C
         raise KeyboardInterrupt
     return command or 0
+
+
+def _warn(message: Warning | str, kind: type[Warning], *where: Any) -> None:
+    if issubclass(kind, (MemoryBudgetWarning, UsageFileWarning)) and sys.stderr is not None:
+        with suppress(OSError):
+            print(f"colibri: warning: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
 
 
 def _fail(message: str, code: int) -> int:

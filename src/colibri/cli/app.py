@@ -5,11 +5,13 @@ Each gives back what is to be done as a function, which imports its module when 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+
+from colibri.cli.engine_options import Command, EngineOptions, Threads, with_engine_options
+from colibri.cli.engine_options import option as _option
 
 app = typer.Typer(
     name="colibri",
@@ -20,19 +22,7 @@ app = typer.Typer(
 )
 
 
-def _option(metavar: str, help: str, **limits: Any) -> Any:
-    return typer.Option(metavar=metavar, help=help, **limits)
-
-
-Command = Callable[[], None]
 Model = Annotated[Path, typer.Argument(metavar="MODEL.cbi", help="a model file made by `colibri convert`")]
-Threads = Annotated[
-    int | None, _option("N", "processors to use [default: all that this process may use]", min=1, max=1024)
-]
-Pin = Annotated[
-    bool,
-    typer.Option("--pin", help="keep each thread on a processor of its own; for one process on these processors"),
-]
 Context = Annotated[
     int | None, _option("N", "positions for prompt and reply [default: the model's limit, at most 4096]", min=1)
 ]
@@ -96,6 +86,7 @@ def convert(
 
 
 @app.command()
+@with_engine_options
 def run(
     arguments: Annotated[
         list[str] | None,
@@ -113,11 +104,11 @@ def run(
     min_p: MinP = None,
     seed: Seed = 0,
     stop: Annotated[list[str] | None, _option("TEXT", "end before this text; may be repeated")] = None,
-    threads: Threads = None,
-    pin: Pin = False,
     context: Context = None,
     json: Json = False,
     statistics: Annotated[bool, typer.Option("--statistics", help="print what was computed, on stderr")] = False,
+    *,
+    engine: EngineOptions,
 ) -> Command:
     """Continue a text, or answer a question with --chat."""
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
@@ -132,9 +123,8 @@ def run(
             max_tokens=max_tokens,
             sampling=sampling,
             stop=stop or [],
-            threads=threads,
-            pin=pin,
             context=context,
+            options=engine,
             as_json=json,
             statistics=statistics,
         )
@@ -143,6 +133,7 @@ def run(
 
 
 @app.command()
+@with_engine_options
 def chat(
     model: Annotated[
         Path | None, typer.Argument(metavar="[MODEL.cbi]", help="a model file [default: the demo model]")
@@ -153,9 +144,9 @@ def chat(
     top_p: TopP = None,
     min_p: MinP = None,
     seed: Seed = 0,
-    threads: Threads = None,
-    pin: Pin = False,
     context: Context = None,
+    *,
+    engine: EngineOptions,
 ) -> Command:
     """Talk to a model. Ctrl-C stops the answer, Ctrl-D ends the program."""
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
@@ -163,7 +154,7 @@ def chat(
     def call() -> None:
         from colibri.cli.chat import chat_command
 
-        chat_command(model, max_tokens, sampling, threads, pin, context)
+        chat_command(model, max_tokens, sampling, context, engine)
 
     return call
 
@@ -198,38 +189,40 @@ def validate(model: Model) -> Command:
 
 
 @app.command()
+@with_engine_options
 def perplexity(
     model: Model,
     text: Annotated[Path, _option("FILE", "a UTF-8 text file")],
     context: Annotated[int | None, _option("N", "tokens of a window [default: 256]", min=2)] = None,
-    threads: Threads = None,
-    pin: Pin = False,
     json: Json = False,
+    *,
+    engine: EngineOptions,
 ) -> Command:
     """Measure how well a model predicts a text."""
 
     def call() -> None:
         from colibri.cli.measure import perplexity_command
 
-        perplexity_command(model, text, context, threads, pin, json)
+        perplexity_command(model, text, context, engine, json)
 
     return call
 
 
 @app.command()
+@with_engine_options
 def bench(
     model: Model,
     prompt: Annotated[int, _option("N", "prompt tokens of each sequence", min=1)] = 256,
     generate: Annotated[int, _option("N", "decode steps", min=1)] = 48,
     batch: Annotated[int, _option("N", "sequences decoded together", min=1)] = 1,
-    threads: Threads = None,
-    pin: Pin = False,
     repeat: Annotated[int, _option("N", "repetitions; medians are printed", min=1)] = 3,
     topic: Annotated[int | None, _option("K", "draw the tokens from block K of 16 of the ids", min=0, max=15)] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="print the time by layer and op, for prompts and for decoding")
     ] = False,
     json: Json = False,
+    *,
+    engine: EngineOptions,
 ) -> Command:
     """Measure prompt and decode speed on random tokens."""
 
@@ -241,11 +234,10 @@ def bench(
             prompt=prompt,
             generate=generate,
             batch=batch,
-            threads=threads,
-            pin=pin,
             repeat=repeat,
             topic=topic,
             profile=profile,
+            options=engine,
             as_json=json,
         )
 

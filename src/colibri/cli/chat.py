@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from colibri.cli.engine_options import EngineOptions
 from colibri.cli.output import write
 from colibri.cli.warming import warming
 from colibri.errors import ColibriError, ContextLengthError, TemplateError
@@ -20,12 +21,7 @@ HELP = "/reset forgets the conversation, /help shows this, /exit (or Ctrl-D) end
 
 
 def chat_command(
-    model: Path | None,
-    max_tokens: int,
-    sampling: Mapping[str, Any],
-    threads: int | None,
-    pin: bool,
-    context: int | None,
+    model: Path | None, max_tokens: int, sampling: Mapping[str, Any], context: int | None, options: EngineOptions
 ) -> None:
     if sys.stdin is None:
         raise ColibriError("standard input is closed; chat reads the questions from it")
@@ -37,7 +33,7 @@ def chat_command(
         # Arrow keys and history in `input`, where Python has readline; importing it enables it.
         with suppress(ImportError):
             import readline  # noqa: F401
-    with Engine(model, threads=threads, pin=pin) as engine, engine.session(context) as session:
+    with Engine(model, context=context, **options) as engine, engine.session() as session:
         if not engine.tokenizer.has_chat_template:
             raise TemplateError(f"{engine.path} has no chat template; use colibri run with a plain prompt")
         if interactive:

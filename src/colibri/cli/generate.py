@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from colibri.cli.engine_options import EngineOptions
 from colibri.cli.output import write, write_json
 from colibri.cli.warming import warming
 from colibri.errors import ColibriError, UsageError
@@ -75,17 +76,16 @@ def run_command(
     max_tokens: int,
     sampling: Mapping[str, Any],
     stop: Sequence[str],
-    threads: int | None,
-    pin: bool,
     context: int | None,
+    options: EngineOptions,
     as_json: bool,
     statistics: bool,
 ) -> None:
     model, text = choose_prompt(arguments, prompt_file)
-    with Engine(model, threads=threads, pin=pin) as engine:
+    with Engine(model, context=context, **options) as engine:
         source: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
         start = time.perf_counter()
-        generation = engine.generate(**source, max_tokens=max_tokens, stop=stop, context=context, **sampling)
+        generation = engine.generate(**source, max_tokens=max_tokens, stop=stop, **sampling)
         try:
             with warming(engine, generation.usage.prompt_tokens):
                 first = next(generation, "")

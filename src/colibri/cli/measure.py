@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from colibri.cli.engine_options import EngineOptions
 from colibri.cli.generate import read_text
 from colibri.cli.output import write, write_json
 from colibri.cli.profile import phase_profile, profile_table
 from colibri.errors import ColibriError, UsageError
 from colibri.runtime.engine import Engine
+from colibri.runtime.memory_limits import process_memory
+from colibri.runtime.model_text import ModelText
 from colibri.runtime.session import Session
 
 DEFAULT_WINDOW = 256
@@ -32,15 +35,16 @@ def perplexity_of(engine: Engine, tokens: np.ndarray, window: int) -> tuple[floa
     return math.exp(total / count), count
 
 
-def perplexity_command(
-    model: Path, text: Path, context: int | None, threads: int | None, pin: bool, as_json: bool
-) -> None:
+def perplexity_command(model: Path, text: Path, context: int | None, options: EngineOptions, as_json: bool) -> None:
     content = read_text(text, "the text file")
-    with Engine(model, threads=threads, pin=pin) as engine:
-        window = engine.context_of(context or min(DEFAULT_WINDOW, engine.context_limit))
-        tokens = np.asarray(engine.tokenizer.encode(content), np.uint32)
-        if len(tokens) < 2:
-            raise ColibriError(f"{text} gives {len(tokens)} tokens and perplexity needs 2; give a longer text")
+    # Before the model is open: encoding a long text takes much memory for a moment, which the budget must not hold.
+    file = ModelText.read(model)
+    window = file.context_of(context or min(DEFAULT_WINDOW, file.context_limit))
+    tokens = np.asarray(file.tokenizer.encode(content), np.uint32)
+    if len(tokens) < 2:
+        raise ColibriError(f"{text} gives {len(tokens)} tokens and perplexity needs 2; give a longer text")
+    del content, file
+    with Engine(model, context=window, **options) as engine:
         start = time.perf_counter()
         value, predictions = perplexity_of(engine, tokens, window)
         seconds = time.perf_counter() - start
@@ -56,22 +60,20 @@ def bench_command(
     prompt: int,
     generate: int,
     batch: int,
-    threads: int | None,
-    pin: bool,
     repeat: int,
     topic: int | None,
     profile: bool,
+    options: EngineOptions,
     as_json: bool,
 ) -> None:
+    context, limit = prompt + generate, ModelText.read(model).context_limit
+    if context > limit:
+        raise UsageError(
+            f"--prompt and --generate add up to {context}, the model's context holds {limit}; lower one of them"
+        )
     start = time.perf_counter()
-    with Engine(model, threads=threads, pin=pin) as engine:
-        context = prompt + generate
-        if context > engine.context_limit:
-            raise UsageError(
-                f"--prompt and --generate add up to {context}, the model's context holds {engine.context_limit}; "
-                "lower one of them"
-            )
-        sessions = [engine.session(context) for _ in range(batch)]
+    with Engine(model, context=context, sessions=batch, **options) as engine:
+        sessions = [engine.session() for _ in range(batch)]
         load = time.perf_counter() - start
         vocabulary = engine.vocabulary_size
         low, high = (0, vocabulary) if topic is None else (vocabulary * topic // 16, vocabulary * (topic + 1) // 16)
@@ -138,8 +140,5 @@ def _decode(engine: Engine, items: list[tuple[Session, list[int]]]) -> None:
 
 def _peak_rss_mib() -> int | None:
     """VmHWM of this process; None where /proc has none."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) // 1024 for line in lines if line.startswith("VmHWM")), None)
+    memory = process_memory()
+    return None if memory is None else memory.peak >> 20

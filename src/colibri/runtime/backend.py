@@ -22,7 +22,7 @@ MAX_PREFETCH_DEPTH = 8
 
 @dataclass(frozen=True)
 class NativeOptions:
-    """How the core keeps a model in memory. 0 is the core's default; sizes are bytes."""
+    """How the core runs a model and keeps it in memory. 0 is the core's default; sizes are bytes."""
 
     max_batch_tokens: int = 0
     io_threads: int = 0
@@ -32,6 +32,7 @@ class NativeOptions:
     prefetch_depth: int = 0
     lock_memory: bool = False
     guard: bool = False
+    pin: bool = False  # each thread on a processor of its own
     expert_bytes: int = 0  # 0: room for all
     state_bytes: int = 0  # of all open sessions together; 0: no limit
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 
-from colibri.cbi.reader import CbiFile
-from colibri.errors import ColibriError, TemplateError, TokenizerError, UsageError
+from colibri.errors import ColibriError, TemplateError, UsageError, UsageFileWarning
+from colibri.runtime.arguments import one_of, whole_number
 from colibri.runtime.backend import (
     HUGE_PAGES,
     IO_MODES,
@@ -28,14 +30,17 @@ from colibri.runtime.backend import (
     NativeOptions,
     Statistics,
 )
+from colibri.runtime.budget import Budget, Wishes
 from colibri.runtime.generation import Generation, GenerationDefaults
 from colibri.runtime.interruptible import run_interruptible
-from colibri.runtime.native_backend import NativeBackend
+from colibri.runtime.model_text import ModelText
+from colibri.runtime.opening import chosen_vm, open_native, open_reference
 from colibri.runtime.sampling import Sampler, SamplingOptions
 from colibri.runtime.session import Session, token_array
+from colibri.runtime.sizes import parse_size
+from colibri.runtime.usage_file import UsageFile
 from colibri.tokenizer import Tokenizer
 
-DEFAULT_CONTEXT = 4096
 DEFAULT_PREFETCH_DEPTH = 1
 
 
@@ -49,24 +54,30 @@ class Engine:
 
     threads: processors to use; None counts affinity, cgroup quota and physical cores.
     kv: format of the attention state, "f32", "f16" or "q8"; None takes the file's default.
+    ram: the most memory that this process may have resident at any time, interpreter included: bytes, or text such
+        as "1.5GiB". None takes what is free (also in the control groups of this process), less a margin.
+    context, sessions: positions of a session, and sessions, that the budget keeps memory for (default: 1 session of the
+        model's limit, at most 4096). More sessions open as long as memory is left.
     max_batch_tokens: tokens computed together (more are done in several passes); memory
-        grows with it, the results do not change.
+        grows with it, the results do not change. None lets the budget decide.
     pin: keep each thread on a processor of its own (the calling thread while it computes). Two processes that may
         use the same processors would take the same ones, so give each a mask of its own first (taskset).
         UsageError when there are more threads than processors.
-    expert_cache: bytes of memory for experts; None has room for all. With less they are read from the file
-        when a layer asks for them; what is computed stays the same.
+    expert_cache: memory for experts, bytes or text; None takes what the rest leaves of `ram`. What does not fit is
+        read from the file when a layer asks for it; what is computed stays the same.
     io_threads: threads that read experts, at most 16; None is 2.
     io: "direct" reads past the page cache of the system, "buffered" through it, "auto" as the file allows.
     verify: "crc" checks the checksum of every record on every read, "full" besides its SHA-256 the first time,
         "off" nothing.
     prefetch_depth: predict the experts of so many coming layers and read them ahead, at most 8; None is 1, 0 off.
-    mlock: memory for experts is locked. huge_pages: it is of "2M" or "1G" pages; "auto": of 2M where the system
-        gives them; "off".
+    mlock, huge_pages ("2M" or "1G"): memory for experts is locked, or of huge pages; MemoryBudgetWarning when the
+        system does not allow it. huge_pages "auto" takes those of 2M where it does, "off" none.
+    usage_file: a file, made when there is none, that keeps how often each expert was used: those used most are read
+        first when the engine opens; `close` adds this run. UsageFileWarning when it is damaged or cannot be written.
     Environment: COLIBRI_CPU=scalar|avx2|avxvnni|avx512|amx|neon|i8mm forces a kernel set,
-    COLIBRI_VM=reference runs the NumPy definition of the ops instead of the core, COLIBRI_DEBUG=guard makes memory
-    without an expert inaccessible.
-    Raises ModelFileError, UsageError, OutOfMemoryError.
+    COLIBRI_VM=reference runs the NumPy definition of the ops instead of the core, without a budget,
+    COLIBRI_DEBUG=guard makes memory without an expert inaccessible.
+    Raises ModelFileError, UsageError, MemoryBudgetError when the model does not fit, OutOfMemoryError.
     """
 
     def __init__(
@@ -75,42 +86,68 @@ class Engine:
         *,
         threads: int | None = None,
         kv: str | None = None,
+        ram: str | int | None = None,
+        context: int | None = None,
+        sessions: int = 1,
         max_batch_tokens: int | None = None,
         pin: bool = False,
-        expert_cache: int | None = None,
+        expert_cache: str | int | None = None,
         io_threads: int | None = None,
         io: str = "auto",
         verify: str = "crc",
         prefetch_depth: int | None = None,
         mlock: bool = False,
         huge_pages: str = "auto",
+        usage_file: str | os.PathLike[str] | None = None,
     ):
-        threads = _whole("threads", threads, 1, 1024)
+        threads = whole_number("threads", threads, 1, 1024)
         if kv is not None:
-            _one_of("kv", kv, STATE_FORMATS)
-        if prefetch_depth is None:
-            prefetch_depth = DEFAULT_PREFETCH_DEPTH
+            one_of("kv", kv, STATE_FORMATS)
         options = NativeOptions(
-            max_batch_tokens=_whole("max_batch_tokens", max_batch_tokens, 1, MAX_BATCH_TOKENS),
-            io_threads=_whole("io_threads", io_threads, 1, MAX_IO_THREADS),
-            io=_one_of("io", io, IO_MODES),
-            verify=_one_of("verify", verify, VERIFY_MODES),
-            huge_pages=_one_of("huge_pages", huge_pages, HUGE_PAGES),
-            prefetch_depth=_whole("prefetch_depth", prefetch_depth, 0, MAX_PREFETCH_DEPTH),
+            io_threads=whole_number("io_threads", io_threads, 1, MAX_IO_THREADS),
+            io=one_of("io", io, IO_MODES),
+            verify=one_of("verify", verify, VERIFY_MODES),
+            huge_pages=one_of("huge_pages", huge_pages, HUGE_PAGES),
+            prefetch_depth=DEFAULT_PREFETCH_DEPTH
+            if prefetch_depth is None
+            else whole_number("prefetch_depth", prefetch_depth, 0, MAX_PREFETCH_DEPTH),
             lock_memory=mlock,
             guard=_debug_guard(),
-            expert_bytes=_whole("expert_cache", expert_cache, 1, 2**63),
+            pin=pin,
         )
+        memory = None if ram is None else parse_size("ram", ram)
+        slots = None if expert_cache is None else parse_size("expert_cache", expert_cache)
+        batch = whole_number("max_batch_tokens", max_batch_tokens, 1, MAX_BATCH_TOKENS)
+        sessions = whole_number("sessions", sessions, 1, 2**20)
         self.path = Path(path) if path is not None else demo_model_path()
-        with CbiFile.open(self.path) as file:
-            self.metadata: dict[str, Any] = file.metadata
-            self._settings = file.settings
-            self._tokenizer_json = file.tokenizer_json
-            self._chat_template = file.chat_template
+        self._text = ModelText.read(self.path)
+        self.context = self._text.context_of(context)
         self._state_format = STATE_FORMATS[kv] if kv else 0
         self._sessions: WeakSet[Session] = WeakSet()
         self._lock = threading.Lock()
-        self.backend: Backend = _open_backend(self.path, threads, options, pin)
+        self.budget: Budget | None = None
+        self._usage_file: UsageFile | None = None
+        if usage_file is not None:
+            self._usage_file = UsageFile(Path(usage_file), self._text.digest, self._text.expert_counts)
+            if self._usage_file.damage:
+                warnings.warn(self._usage_file.damage, UsageFileWarning, stacklevel=2)
+        if chosen_vm() == "reference":
+            given = {"ram": memory, "expert_cache": slots, "io_threads": io_threads, "io": io != "auto",
+                     "verify": verify != "crc", "prefetch_depth": prefetch_depth is not None, "mlock": mlock,
+                     "pin": pin, "huge_pages": huge_pages != "off", "usage_file": usage_file is not None}  # fmt: skip
+            self.backend: Backend = open_reference(self._text, {name: bool(value) for name, value in given.items()})
+        else:
+            wishes = Wishes(str(self.path), self.context, sessions, memory, slots, batch or None)
+            backend, self.budget = open_native(self._text, threads, options, wishes, self._state_format)
+            self.backend = backend
+            if self._usage_file and not self.budget.is_resident:
+                for expert_set, group in groupby(self._usage_file.hottest(), lambda one: one[0]):
+                    backend.warm(expert_set, [expert for _, expert in group])
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Family, source, format and converter of the file."""
+        return self._text.metadata
 
     def __enter__(self) -> Engine:
         return self
@@ -121,40 +158,33 @@ class Engine:
     @property
     def vocabulary_size(self) -> int:
         """Rows of the output layer: the width of the logits."""
-        return self.backend.vocabulary_size
+        return self._text.vocabulary_size
 
     @property
     def context_limit(self) -> int:
         """Positions the model was made for."""
-        return self.backend.context_limit
+        return self._text.context_limit
 
-    @cached_property
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; TokenizerError when the file has none."""
-        if self._tokenizer_json is None:
-            raise TokenizerError(
-                f"{self.path} has no tokenizer, so it can neither read nor write text; "
-                "convert it from a folder with tokenizer.json, or use Engine.session with token ids"
-            )
-        return Tokenizer.from_parts(
-            self._tokenizer_json, self._settings.get("tokenizer", {}), chat_template=self._chat_template
-        )
+        return self._text.tokenizer
 
     @cached_property
     def sampler(self) -> Sampler:
         """Draws tokens; ids without a token never win."""
-        allowed = None if self._tokenizer_json is None else self.tokenizer.valid_token_mask(self.vocabulary_size)
+        allowed = None if not self._text.has_tokenizer else self.tokenizer.valid_token_mask(self.vocabulary_size)
         return Sampler(self.vocabulary_size, allowed)
 
     @cached_property
     def generation_defaults(self) -> GenerationDefaults:
         """Stop tokens and sampling defaults stored with the model."""
-        return GenerationDefaults.from_settings(self._settings)
+        return GenerationDefaults.from_settings(self._text.settings)
 
     def session(self, context: int | None = None) -> Session:
-        """Open a timeline of `context` positions (default: the model's limit, at most 4096).
+        """Open a timeline of `context` positions (default: the engine's `context`).
 
-        Raises UsageError beyond the model's limit, OutOfMemoryError.
+        Raises UsageError beyond the model's limit, OutOfMemoryError when the budget has no room for it.
         """
         session = Session(self, self.backend.open_session(self.context_of(context), self._state_format))
         with self._lock:
@@ -162,8 +192,8 @@ class Engine:
         return session
 
     def context_of(self, context: int | None) -> int:
-        """Check a wanted context; None gives the default that `session` uses."""
-        return _whole("context", context, 1, self.context_limit) or min(self.context_limit, DEFAULT_CONTEXT)
+        """Check a wanted context; None gives the engine's own."""
+        return self.context if context is None else self._text.context_of(context)
 
     def forward_batch(
         self, items: Sequence[tuple[Session, Sequence[int] | np.ndarray]], *, last_only: bool = False
@@ -223,7 +253,7 @@ class Engine:
             tokens = self.tokenizer.encode(prompt)
         else:
             tokens = self._prompt_ids(prompt)
-        max_tokens = _whole("max_tokens", max_tokens, 1, 2**31)
+        max_tokens = whole_number("max_tokens", max_tokens, 1, 2**31)
         return Generation(self, tokens, options, max_tokens or None, stop, context, session)
 
     def _chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -251,7 +281,18 @@ class Engine:
             sessions = list(self._sessions)
         for session in sessions:
             session.close()
-        self.backend.close()
+        usage_file, self._usage_file = self._usage_file, None
+        try:
+            used = self.statistics() if usage_file else None
+            self.backend.close()
+        except ColibriError:
+            self._usage_file = usage_file
+            raise
+        if usage_file and used and used.tokens:
+            try:
+                usage_file.add(used.tokens, [one.tokens_per_expert for one in used.expert_sets])
+            except ColibriError as error:
+                warnings.warn(f"what this run used is not kept: {error}", UsageFileWarning, stacklevel=2)
 
     def run_one(self, item: ForwardItem) -> np.ndarray:
         """Run one item; raises its error."""
@@ -284,40 +325,8 @@ class Engine:
         return run_interruptible(lambda: self.backend.forward_batch(inner), cancel, undo)
 
 
-def _whole(name: str, value: int | None, low: int, high: int) -> int:
-    """Check an optional whole number; None becomes 0."""
-    if value is None:
-        return 0
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise UsageError(f"{name} must be a whole number from {low} to {high}, not {value!r}")
-    return value
-
-
-def _one_of(name: str, value: str, known: Mapping[str, int]) -> str:
-    if value not in known:
-        raise UsageError(f"{name} must be one of {', '.join(known)}, not {value!r}")
-    return value
-
-
 def _debug_guard() -> bool:
     value = os.environ.get("COLIBRI_DEBUG", "")
     if value not in ("", "guard"):
         raise UsageError(f"COLIBRI_DEBUG must be guard or empty, not {value!r}")
     return value == "guard"
-
-
-def _open_backend(path: Path, threads: int, options: NativeOptions, pin: bool) -> Backend:
-    vm = os.environ.get("COLIBRI_VM", "native") or "native"
-    if vm == "native":
-        cpu = os.environ.get("COLIBRI_CPU", "")
-        try:
-            return NativeBackend(path, threads, cpu, options, pin)
-        except UsageError as error:
-            raise UsageError(f"COLIBRI_CPU={cpu}: {error}" if f"'{cpu}'" in str(error) else str(error)) from None
-    if vm == "reference":
-        if pin:
-            raise UsageError("COLIBRI_VM=reference runs on one thread and pins none; leave pin out")
-        from colibri.runtime.reference_backend import ReferenceBackend
-
-        return ReferenceBackend(path)
-    raise UsageError(f"COLIBRI_VM must be native or reference, not {vm!r}")

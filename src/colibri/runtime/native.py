@@ -287,6 +287,13 @@ def _load() -> c.CDLL:
 library = _load()
 
 
+def release_free_memory() -> None:
+    """Give memory that was freed back to the system, as far as the C library can."""
+    trim = getattr(c.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def message_buffer() -> c.Array[c.c_char]:
     return c.create_string_buffer(MESSAGE_SIZE)
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from colibri.errors import BusyError, ColibriError, OutOfMemoryError, UsageError
+from colibri.errors import BusyError, ColibriError, MemoryBudgetError, OutOfMemoryError, UsageError
 from colibri.program.ops import BY_NUMBER
 from colibri.quantize.formats import FORMATS
 from colibri.runtime import native
@@ -30,8 +30,10 @@ from colibri.runtime.backend import (
     PhaseStatistics,
     Statistics,
 )
+from colibri.runtime.budget import array_bytes
 from colibri.runtime.interruptible import run_abandonable
 from colibri.runtime.native import library
+from colibri.runtime.sizes import format_size
 
 _LOGITS_MODES = {"none": 0, "last": 1, "all": 2}
 
@@ -168,8 +170,10 @@ class NativeSession:
 class NativeBackend:
     """A model in the C core."""
 
-    def __init__(self, path: Path, threads: int, cpu: str, options: NativeOptions, pin: bool):
-        self._runtime = runtime = _Runtime.shared(threads, cpu, pin)
+    def __init__(self, path: Path, threads: int, cpu: str, options: NativeOptions, result_limit: int | None = None):
+        """result_limit: bytes that the results of one call may have; None: any."""
+        self._result_limit = result_limit
+        self._runtime = runtime = _Runtime.shared(threads, cpu, options.pin)
         self._lock = threading.Lock()
         self._handle = run_abandonable(lambda: _open_engine(runtime, path, options), library.colibri_engine_close)
         self._finalizer = _at_collection(self, library.colibri_engine_close, self._handle, runtime)
@@ -177,6 +181,10 @@ class NativeBackend:
         library.colibri_engine_get_info(self._handle, c.byref(self._info))
         self.vocabulary_size: int = self._info.vocabulary_size
         self.context_limit: int = self._info.context_limit
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._handle)
 
     @property
     def handle(self) -> c.c_void_p:
@@ -196,6 +204,7 @@ class NativeBackend:
         native_items = (native.Item * len(items))()
         keep: list[np.ndarray] = []  # the arrays must outlive the call
         ready: list[int] = []  # which item each native one is
+        self._check_results(items)
         try:
             for index, item in enumerate(items):
                 entry = native_items[len(ready)]
@@ -220,6 +229,19 @@ class NativeBackend:
             if entry.status != native.OK:
                 results[index] = native.error_of(entry.status, entry.message)
         return results
+
+    def _check_results(self, items: Sequence[ForwardItem]) -> None:
+        """Refuse a call whose results would not fit in the budget; nothing is computed then."""
+        if self._result_limit is None:
+            return
+        rows = sum({"none": 0, "last": 1, "all": len(item.tokens)}[item.logits] for item in items if not item.scores)
+        size = array_bytes(4 * rows * self.vocabulary_size)
+        if size > self._result_limit:
+            raise MemoryBudgetError(
+                f"the logits of {rows} tokens take {format_size(size)} and the memory budget leaves "
+                f"{format_size(self._result_limit)} for results; run fewer tokens at once, use last_only=True or "
+                "Session.score, or give the engine more ram"
+            )
 
     def _fill(self, entry: native.Item, item: ForwardItem, keep: list[np.ndarray]) -> np.ndarray:
         """Describe an item to the core; returns the array that its results go to."""
@@ -378,7 +400,7 @@ def plan_memory(
 
     Raises ModelFileError, UnsupportedModelError, UsageError.
     """
-    runtime = _Runtime.shared(threads, cpu, pin=False)
+    runtime = _Runtime.shared(threads, cpu, options.pin)
     given, session = _native_options(options), native.SessionOptions(context, state_format)
     plan, message = native.MemoryPlan(), native.message_buffer()
     status = library.colibri_plan_memory(
