@@ -383,8 +383,6 @@ static void run_round(experts_job *job) {
     cb_vm *vm = job->vm;
     sort_tokens(job);
     order_experts(job);
-    if (!vm->resident)
-        vm->routed = 0; /* how long reads take is told elsewhere */
     cb_judge_prediction(vm, job->op, job->s.asked, job->active_count);
     cb_store_begin(vm->store, job->op->experts.set, job->s.asked, job->active_count);
     cb_predict_experts(vm, job->op);
