@@ -1,13 +1,14 @@
 # make demo        build, install into .venv and let the demo model answer
 # make check       everything CI runs
-# make check-all   check, then sanitizers and the long runs
-# make bench       decode, prompt and batch speed; LLAMA_PYTHON=... beside llama.cpp
+# make check-all   check, then aarch64, sanitizers and the long runs
+# make check-aarch64  the native tests cross-built for aarch64, run by qemu
+# make bench       speed and memory beside other engines, and every kernel (bench/README.md)
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 NATIVE := build/native
 
-.PHONY: demo install install-test lint generate format native check check-all sanitize bench wheel device clean
+.PHONY: demo install install-test lint generate format native check check-aarch64 check-all sanitize bench wheel device clean
 
 demo: install
 	$(BIN)/colibri run --chat 'Define "harbor".'
@@ -45,19 +46,31 @@ check: install-test lint native
 	$(BIN)/ctest --test-dir $(NATIVE) --output-on-failure
 	$(BIN)/python -m pytest tests
 
+AARCH64 := build/aarch64
+AARCH64_PACKAGES := gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static
+
+check-aarch64: install-test
+	@for tool in aarch64-linux-gnu-gcc qemu-aarch64-static; do \
+	  command -v $$tool >/dev/null || { echo "$@ needs $$tool; on Debian: apt-get install $(AARCH64_PACKAGES)" >&2; exit 1; }; \
+	done
+	$(BIN)/cmake -S . -B $(AARCH64) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DCOLIBRI_TESTS=ON \
+	  --toolchain cmake/aarch64.cmake
+	$(BIN)/cmake --build $(AARCH64)
+	$(BIN)/ctest --test-dir $(AARCH64) --output-on-failure
+
 sanitize: install-test
 	for kind in address,undefined thread; do \
 	  $(BIN)/cmake -S . -B build/$$kind -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DCOLIBRI_TESTS=ON -DCOLIBRI_SANITIZE=$$kind && \
 	  $(BIN)/cmake --build build/$$kind && $(BIN)/ctest --test-dir build/$$kind --output-on-failure || exit 1; \
 	done
 
-check-all: check sanitize
+check-all: check check-aarch64 sanitize
 	COLIBRI_SLOW=1 COLIBRI_FUZZ=10000 $(BIN)/python -m pytest tests
 
-# LLAMA_PYTHON=interpreter with llama-cpp-python (see bench/peer_llamacpp.py) adds the peer
+# Peers: LLAMA_PYTHON, IK_PYTHON, TORCH_PYTHON, VLLM_PYTHON=interpreter (bench/README.md); BENCH='--shape b7 ...'
 bench: $(BIN)/python
 	$(BIN)/pip install --quiet '.[bench]'
-	$(BIN)/python bench/speed.py $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
+	$(BIN)/python bench/run.py $(BENCH)
 
 wheel: $(BIN)/python
 	$(BIN)/pip wheel --quiet --no-deps -w dist .

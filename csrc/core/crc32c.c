@@ -11,10 +11,11 @@
 #define HARDWARE_TARGET __attribute__((target("sse4.2")))
 #define CRC_BYTE(crc, byte) _mm_crc32_u8(crc, byte)
 #define CRC_WORD(crc, word) ((uint32_t)_mm_crc32_u64(crc, word))
-#elif defined(__aarch64__) && defined(__ARM_FEATURE_CRC32)
+#elif defined(__aarch64__)
 #include <arm_acle.h>
+#include <sys/auxv.h>
 #define HARDWARE_CRC 1
-#define HARDWARE_TARGET
+#define HARDWARE_TARGET __attribute__((target("+crc")))
 #define CRC_BYTE(crc, byte) __crc32cb(crc, byte)
 #define CRC_WORD(crc, word) __crc32cd(crc, word)
 #else
@@ -108,7 +109,7 @@ static bool have_hardware(void) {
 #if defined(__x86_64__)
     return __builtin_cpu_supports("sse4.2");
 #else
-    return true;
+    return (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0;
 #endif
 }
 

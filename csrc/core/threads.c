@@ -7,13 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define MOST_PROCESSORS 16384
-
-typedef struct processor_set {
-    uint64_t words[MOST_PROCESSORS / 64];
-} processor_set;
-
-static bool in_set(const processor_set *set, uint32_t processor) {
+static bool in_set(const cb_processor_set *set, uint32_t processor) {
     return set->words[processor / 64] >> (processor % 64) & 1;
 }
 
@@ -25,7 +19,7 @@ static FILE *open_under(const char *root, const char *path) {
 }
 
 /* "0-3,8,10-11" */
-static bool read_list(const char *root, const char *path, processor_set *set) {
+static bool read_list(const char *root, const char *path, cb_processor_set *set) {
     FILE *file = open_under(root, path);
     if (file == NULL)
         return false;
@@ -40,7 +34,7 @@ static bool read_list(const char *root, const char *path, processor_set *set) {
                 break;
             next = fgetc(file);
         }
-        for (unsigned i = first; i <= last && i < MOST_PROCESSORS; i++, count++)
+        for (unsigned i = first; i <= last && i < CB_MOST_PROCESSORS; i++, count++)
             set->words[i / 64] |= UINT64_C(1) << (i % 64);
         if (next != ',')
             break;
@@ -49,36 +43,36 @@ static bool read_list(const char *root, const char *path, processor_set *set) {
     return count > 0;
 }
 
-static void read_affinity(const char *root, processor_set *set) {
+static void read_affinity(const char *root, cb_processor_set *set) {
     if (root[0] != '\0' && read_list(root, "/sys/devices/system/cpu/online", set))
         return;
-    memset(set, 0, sizeof *set);
-    if (sched_getaffinity(0, sizeof set->words, (cpu_set_t *)(void *)set->words) != 0)
+    if (!cb_thread_place(set))
         set->words[0] = 1;
 }
 
-static uint32_t count_set(const processor_set *set) {
+static uint32_t count_set(const cb_processor_set *set) {
     uint32_t count = 0;
-    for (size_t i = 0; i < MOST_PROCESSORS / 64; i++)
+    for (size_t i = 0; i < CB_MOST_PROCESSORS / 64; i++)
         count += (uint32_t)__builtin_popcountll(set->words[i]);
     return count > 0 ? count : 1;
 }
 
-/* A core counts once, by the first of its processors that we may use. */
-static uint32_t count_cores(const char *root, const processor_set *usable) {
+/* The first of its core's processors that we may use; alone on its core when that is not known. */
+static bool first_of_core(const char *root, const cb_processor_set *usable, uint32_t processor) {
+    char path[96];
+    snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%u/topology/thread_siblings_list", processor);
+    cb_processor_set siblings;
+    bool first = true;
+    if (read_list(root, path, &siblings))
+        for (uint32_t other = 0; other < processor && first; other++)
+            first = !(in_set(&siblings, other) && in_set(usable, other));
+    return first;
+}
+
+static uint32_t count_cores(const char *root, const cb_processor_set *usable) {
     uint32_t cores = 0;
-    for (uint32_t processor = 0; processor < MOST_PROCESSORS; processor++) {
-        if (!in_set(usable, processor))
-            continue;
-        char path[96];
-        snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%u/topology/thread_siblings_list", processor);
-        processor_set siblings;
-        bool first = true;
-        if (read_list(root, path, &siblings))
-            for (uint32_t other = 0; other < processor && first; other++)
-                first = !(in_set(&siblings, other) && in_set(usable, other));
-        cores += first;
-    }
+    for (uint32_t processor = 0; processor < CB_MOST_PROCESSORS; processor++)
+        cores += in_set(usable, processor) && first_of_core(root, usable, processor);
     return cores > 0 ? cores : 1;
 }
 
@@ -253,14 +247,41 @@ static uint32_t least_of(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
 uint32_t cb_available_processors(const char *system_root) {
     const char *root = clean_root(system_root);
-    processor_set usable;
+    cb_processor_set usable;
     read_affinity(root, &usable);
     return least_of(count_set(&usable), least_of(tree_quota(root, true), tree_quota(root, false)));
 }
 
 uint32_t cb_count_threads(const char *system_root) {
     const char *root = clean_root(system_root);
-    processor_set usable;
+    cb_processor_set usable;
     read_affinity(root, &usable);
     return least_of(cb_available_processors(root), count_cores(root, &usable));
+}
+
+uint32_t cb_choose_processors(const char *system_root, uint32_t count, uint32_t *processors) {
+    const char *root = clean_root(system_root);
+    cb_processor_set usable;
+    read_affinity(root, &usable);
+    uint32_t chosen = 0;
+    for (int first = 1; first >= 0; first--)
+        for (uint32_t processor = 0; processor < CB_MOST_PROCESSORS && chosen < count; processor++)
+            if (in_set(&usable, processor) && first_of_core(root, &usable, processor) == first)
+                processors[chosen++] = processor;
+    return chosen;
+}
+
+bool cb_pin_thread(pthread_t thread, uint32_t processor) {
+    cb_processor_set set = {{0}};
+    set.words[processor / 64] = UINT64_C(1) << (processor % 64);
+    return pthread_setaffinity_np(thread, sizeof set.words, (const cpu_set_t *)(const void *)set.words) == 0;
+}
+
+bool cb_thread_place(cb_processor_set *set) {
+    memset(set, 0, sizeof *set);
+    return sched_getaffinity(0, sizeof set->words, (cpu_set_t *)(void *)set->words) == 0;
+}
+
+void cb_thread_put_back(const cb_processor_set *set) {
+    sched_setaffinity(0, sizeof set->words, (const cpu_set_t *)(const void *)set->words);
 }

@@ -100,10 +100,7 @@ uint32_t cb_store_next(cb_expert_store *store, cb_store_ready *ready, uint32_t m
 
 static void release(cb_expert_store *store, uint32_t e) {
     uint32_t r = store->call.entries[e].record;
-    record *record = &store->t.records[r];
-    if (record->entry != e)
-        return;
-    record->entry = CB_NONE;
+    const record *record = &store->t.records[r];
     if (record->slot != CB_NONE && state_of(store, record->slot) == SLOT_PINNED)
         cb_store_keep(store, r);
 }
@@ -123,8 +120,10 @@ void cb_store_end(cb_expert_store *store) {
         return;
     pthread_mutex_lock(&store->mutex);
     call *call = &store->call;
-    for (uint32_t e = 0; e < call->count; e++)
+    for (uint32_t e = 0; e < call->count; e++) {
         release(store, e);
+        store->t.records[call->entries[e].record].entry = CB_NONE;
+    }
     call->count = call->handed = call->ready_count = call->waiting = call->loading = 0;
     if (store->prefetch.count + store->warm.count > 0)
         cb_store_wake(store);

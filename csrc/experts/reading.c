@@ -40,22 +40,28 @@ void cb_store_keep(cb_expert_store *store, uint32_t r) {
     protect(store, slot, class, PROT_NONE);
 }
 
+/* What a call for a token has released goes last: who is evicted then depends on what was asked for alone, not on when
+ * reads end. A prompt's call, which asks for nearly all, would so carry as many records as it misses from layer to
+ * layer that nobody needs soon. */
 static double wait_of(const cb_expert_store *store, uint32_t r) {
     const record *record = &store->t.records[r];
+    if (record->entry != CB_NONE && store->call.count <= store->t.uses[record->set].count / 2)
+        return 0;
     uint64_t calls = atomic_load_explicit(&store->t.sets[record->set].calls, memory_order_relaxed);
     return store->policy->wait(&store->usage, record->set, r, record->ahead && record->expected == (uint32_t)calls);
 }
 
-/* The kept record of the class with the longest wait. */
+/* The kept record of the class with the longest wait, the lowest of several. */
 static uint32_t find_victim(const cb_expert_store *store, uint32_t class, double *longest) {
     const cb_slot_class *c = &store->slots.classes[class];
     uint32_t victim = CB_NONE;
     for (uint32_t slot = c->first_slot; slot < c->first_slot + c->slot_count; slot++) {
         if (state_of(store, slot) != SLOT_KEPT)
             continue;
-        double wait = wait_of(store, record_of(store, slot));
-        if (victim == CB_NONE || wait > *longest) {
-            victim = record_of(store, slot);
+        uint32_t r = record_of(store, slot);
+        double wait = wait_of(store, r);
+        if (victim == CB_NONE || wait > *longest || (wait == *longest && r < victim)) {
+            victim = r;
             *longest = wait;
         }
     }

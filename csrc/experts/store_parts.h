@@ -28,7 +28,7 @@ typedef struct slot {
 
 typedef struct record {
     uint32_t slot;     /* CB_NONE: absent */
-    uint32_t entry;    /* of the running call that waits for it or holds it, or CB_NONE */
+    uint32_t entry;    /* of the running call that asked for it, or CB_NONE */
     uint32_t set;      /* its expert number is the record's less the set's first */
     uint32_t expected; /* low bits of the call of its set that it is read ahead for */
     uint8_t class;

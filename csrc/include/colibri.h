@@ -54,9 +54,14 @@ typedef enum colibri_state_format {
 
 typedef struct colibri_runtime_options {
     uint32_t threads; /* 0: from affinity, cgroup quota and physical cores */
-    const char *cpu;  /* NULL: the best; "scalar", "avx2", "avx512": exactly that or UNSUPPORTED */
+    /* NULL: the best; "scalar", "avx2", "avxvnni", "avx512", "amx", "neon", "i8mm": exactly that or UNSUPPORTED. "amx"
+     * also needs the kernel's permission, asked for here once and for the whole process (the one change made to it). */
+    const char *cpu;
     /* NULL: "/"; where to look for /proc and /sys when counting processors (tests) */
     const char *system_root;
+    /* 1: each thread on a processor of its own, one of each core first (the calling thread while a forward runs).
+     * Two pinned processes of the same affinity mask take the same processors. INVALID with more threads. */
+    uint32_t pin;
 } colibri_runtime_options;
 
 COLIBRI_API uint32_t colibri_abi_version(void);
@@ -226,13 +231,32 @@ COLIBRI_API colibri_status colibri_sample(const colibri_sampling *sampling, cons
 
 #define COLIBRI_OP_KINDS 32
 
+/* A pass with one token of each item is decoding, any other is a prompt. */
+typedef enum colibri_phase { COLIBRI_PHASE_PROMPT = 0, COLIBRI_PHASE_DECODE = 1 } colibri_phase;
+
+typedef struct colibri_latency { /* nanoseconds; percentiles are at most a sixteenth above the true ones */
+    uint64_t count, sum, p50, p99, largest;
+} colibri_latency;
+
+typedef struct colibri_phase_stats {
+    uint64_t tokens;
+    uint64_t passes;
+    uint64_t nanoseconds;
+    uint64_t parallel_regions; /* times that work was shared out to the threads and waited for */
+    /* From the router's output to the start of the last thread's first task on the experts it chose: */
+    colibri_latency dispatch;          /* when no thread had a context switch in between */
+    colibri_latency dispatch_switched; /* when one had */
+    uint64_t dispatch_missed;          /* the work was done before every thread had taken a task */
+} colibri_phase_stats;
+
 typedef struct colibri_stats {
     uint64_t tokens;                           /* computed since the engine was opened */
     uint64_t passes;                           /* walks over the program */
     uint64_t nanoseconds;                      /* in colibri_forward_batch */
     uint64_t op_nanoseconds[COLIBRI_OP_KINDS]; /* by op number */
-    char cpu[16];                              /* variant chosen: "scalar", "avx2", "avx512" */
+    char cpu[16];                              /* variant chosen, as in runtime options */
     char matmul[16][32];                       /* kernel that ran, by format id; empty: none yet */
+    colibri_phase_stats phases[2];             /* by colibri_phase */
     uint32_t resident;                         /* 1: every expert stays in memory */
     uint32_t is_direct;                        /* 1: experts are read past the page cache */
     uint64_t predicted_passes;                 /* passes that predicted experts, */
@@ -259,6 +283,9 @@ typedef struct colibri_expert_set_stats {
 } colibri_expert_set_stats;
 
 COLIBRI_API void colibri_get_stats(const colibri_engine *engine, colibri_stats *stats);
+/* nanoseconds: [layer_count + 1][COLIBRI_OP_KINDS] by layer and op number; the last row is outside any layer. */
+COLIBRI_API colibri_status colibri_get_profile(const colibri_engine *engine, colibri_phase phase,
+                                               uint64_t *nanoseconds);
 /* set < expert_set_count; counts: [expert_count] tokens routed to each expert, or NULL. */
 COLIBRI_API colibri_status colibri_get_expert_stats(const colibri_engine *engine, uint32_t set,
                                                     colibri_expert_set_stats *stats, uint64_t *counts);

@@ -2,6 +2,39 @@
 
 #define KEY_VECTORS (CB_KEY_BLOCK / VEC_LANES)
 
+/* ---- elements of a state block ---- */
+
+VEC_INLINE uint64_t element_size(uint32_t format) {
+    return format == COLIBRI_STATE_F32 ? 4 : format == COLIBRI_STATE_F16 ? 2 : 1;
+}
+
+/* VEC_LANES elements from element `index` on, not yet scaled. */
+VEC_INLINE vec load_elements(uint32_t format, const void *block, uint64_t index) {
+    switch (format) {
+    case COLIBRI_STATE_F32:
+        return vec_load((const float *)block + index);
+    case COLIBRI_STATE_F16:
+        return vec_load_f16((const uint16_t *)block + index);
+    default:
+        return vec_load_int8((const int8_t *)block + index);
+    }
+}
+
+/* Likewise `lanes` of them; nothing behind them is read: a block ends with its last value. */
+VEC_INLINE vec load_element_lanes(uint32_t format, const void *block, uint64_t index, uint32_t lanes) {
+    if (lanes == VEC_LANES) {
+        return load_elements(format, block, index);
+    }
+    if (format == COLIBRI_STATE_F32) {
+        return vec_load_first((const float *)block + index, lanes);
+    }
+    float rest[VEC_LANES] = {0};
+    memcpy(rest, (const uint8_t *)block + index * element_size(format), lanes * element_size(format));
+    return load_elements(format, rest, 0);
+}
+
+/* ---- a block ---- */
+
 /* Query rows of a block that see at least one key, handled together. */
 typedef struct row_group {
     uint32_t row[VEC_ATTENTION_ROWS];
@@ -10,7 +43,8 @@ typedef struct row_group {
 } row_group;
 
 /* Scores of all 64 keys; those that a row must not see may come from memory never written and are dropped later. */
-VEC_INLINE void score_keys(const cb_attention_block *job, row_group *group, const uint32_t rows, const uint32_t width) {
+VEC_INLINE void score_keys(const cb_attention_block *job, row_group *group, const uint32_t rows, const uint32_t width,
+                           const uint32_t format) {
     const float *q[VEC_ATTENTION_ROWS];
     VEC_UNROLL
     for (uint32_t r = 0; r < rows; r++)
@@ -23,11 +57,16 @@ VEC_INLINE void score_keys(const cb_attention_block *job, row_group *group, cons
             for (uint32_t w = 0; w < width; w++)
                 sum[r][w] = vec_set(0.0f);
         }
-        const float *k = job->k + first * VEC_LANES;
-        for (uint32_t d = 0; d < job->key_dim; d++, k += CB_KEY_BLOCK) {
+        vec scale[KEY_VECTORS];
+        VEC_UNROLL
+        for (uint32_t w = 0; w < width; w++)
+            scale[w] = format == COLIBRI_STATE_Q8 ? vec_load(job->key_scales + (first + w) * VEC_LANES) : vec_set(1.0f);
+        uint64_t at = first * VEC_LANES;
+        for (uint32_t d = 0; d < job->key_dim; d++, at += CB_KEY_BLOCK) {
             VEC_UNROLL
             for (uint32_t w = 0; w < width; w++) {
-                const vec key = vec_load(k + w * VEC_LANES);
+                const vec stored = load_elements(format, job->k, at + w * VEC_LANES);
+                const vec key = format == COLIBRI_STATE_Q8 ? vec_mul(stored, scale[w]) : stored;
                 VEC_UNROLL
                 for (uint32_t r = 0; r < rows; r++) {
                     sum[r][w] = vec_fma(key, vec_set(q[r][d]), sum[r][w]);
@@ -44,20 +83,23 @@ VEC_INLINE void score_keys(const cb_attention_block *job, row_group *group, cons
     }
 }
 
-/* Online softmax of one row: scores become p, m and l move on, alpha is what the old sums are worth now. */
+/* Online softmax of one row: scores become p, m and l move on, alpha is what the old sums are worth now. A score of
+ * -infinity would pass as a weight of 0 and NaN be ignored where the largest is sought, so l tells of them. */
 static void update_row(const cb_attention_block *job, row_group *group, uint32_t r) {
     const uint32_t row = group->row[r];
     const uint32_t first = job->first[row];
     const uint32_t last = job->last[row];
     float *p = group->p[r];
     vec_mask seen[KEY_VECTORS];
-    vec largest = vec_set(-__builtin_inff());
+    vec largest = vec_set(-__builtin_inff()), magnitude = vec_set(0.0f);
     for (uint32_t v = 0; v < KEY_VECTORS; v++) {
         const uint32_t from = v * VEC_LANES;
         const uint32_t begin = first < from ? 0 : lanes_of(first - from);
         const uint32_t end = last < from ? 0 : lanes_of(last - from);
         seen[v] = vec_lanes(begin, end);
-        largest = vec_max(vec_select(seen[v], vec_load(p + from), vec_set(-__builtin_inff())), largest);
+        const vec score = vec_load(p + from);
+        largest = vec_max(vec_select(seen[v], score, vec_set(-__builtin_inff())), largest);
+        magnitude = vec_max_magnitude(magnitude, vec_select(seen[v], score, vec_set(0.0f)));
     }
     const float m = job->m[row];
     const float block = vec_largest(largest);
@@ -72,14 +114,21 @@ static void update_row(const cb_attention_block *job, row_group *group, uint32_t
     vec_store(alpha, vec_exp(vec_set(m - m_new)));
     group->alpha[r] = alpha[0];
     job->m[row] = m_new;
-    job->l[row] = __builtin_fmaf(job->l[row], alpha[0], vec_sum(sum));
+    const float l = __builtin_fmaf(job->l[row], alpha[0], vec_sum(sum));
+    job->l[row] = finite_magnitude(magnitude) ? l : __builtin_nanf("");
+}
+
+VEC_INLINE vec load_value(const cb_attention_block *job, const uint32_t format, uint64_t key, uint32_t dim,
+                          uint32_t lanes) {
+    const vec value = load_element_lanes(format, job->v, key * job->value_dim + dim, lanes);
+    return format == COLIBRI_STATE_Q8 ? vec_mul(value, vec_set(job->value_scales[key])) : value;
 }
 
 /* out = out * alpha, then out = fma(p, v, out) for each key that the row sees, for `width` vectors of dimensions (or
  * one of `lanes` lanes). Keys that all rows see are read once for all; adding 0 * v for the others instead would
  * turn -0 into +0 and touch values never written. */
 VEC_INLINE void add_values(const cb_attention_block *job, const row_group *group, const uint32_t rows,
-                           const uint32_t width, uint32_t dim, uint32_t lanes) {
+                           const uint32_t width, const uint32_t format, uint32_t dim, uint32_t lanes) {
     uint32_t common_first = 0, common_last = CB_KEY_BLOCK;
     VEC_UNROLL
     for (uint32_t r = 0; r < rows; r++) {
@@ -90,8 +139,6 @@ VEC_INLINE void add_values(const cb_attention_block *job, const row_group *group
     }
     common_last = common_last < common_first ? common_first : common_last;
 
-    const float *v = job->v + dim;
-    const uint64_t stride = job->value_dim;
     vec out[VEC_ATTENTION_ROWS][KEY_VECTORS];
     VEC_UNROLL
     for (uint32_t r = 0; r < rows; r++) {
@@ -105,15 +152,15 @@ VEC_INLINE void add_values(const cb_attention_block *job, const row_group *group
         for (uint32_t key = job->first[row]; key < end; key++) {
             VEC_UNROLL
             for (uint32_t w = 0; w < width; w++) {
-                out[r][w] =
-                    vec_fma(vec_set(group->p[r][key]), load_lanes(v + key * stride + w * VEC_LANES, lanes), out[r][w]);
+                const vec value = load_value(job, format, key, dim + w * VEC_LANES, lanes);
+                out[r][w] = vec_fma(vec_set(group->p[r][key]), value, out[r][w]);
             }
         }
     }
     for (uint32_t key = common_first; key < common_last; key++) {
         VEC_UNROLL
         for (uint32_t w = 0; w < width; w++) {
-            const vec value = load_lanes(v + key * stride + w * VEC_LANES, lanes);
+            const vec value = load_value(job, format, key, dim + w * VEC_LANES, lanes);
             VEC_UNROLL
             for (uint32_t r = 0; r < rows; r++) {
                 out[r][w] = vec_fma(vec_set(group->p[r][key]), value, out[r][w]);
@@ -128,8 +175,8 @@ VEC_INLINE void add_values(const cb_attention_block *job, const row_group *group
         for (uint32_t key = begin; key < job->last[row]; key++) {
             VEC_UNROLL
             for (uint32_t w = 0; w < width; w++) {
-                out[r][w] =
-                    vec_fma(vec_set(group->p[r][key]), load_lanes(v + key * stride + w * VEC_LANES, lanes), out[r][w]);
+                const vec value = load_value(job, format, key, dim + w * VEC_LANES, lanes);
+                out[r][w] = vec_fma(vec_set(group->p[r][key]), value, out[r][w]);
             }
         }
         VEC_UNROLL
@@ -138,22 +185,23 @@ VEC_INLINE void add_values(const cb_attention_block *job, const row_group *group
     }
 }
 
-VEC_INLINE void attend_group(const cb_attention_block *job, row_group *group, const uint32_t rows,
-                             const uint32_t width) {
-    score_keys(job, group, rows, width);
+VEC_INLINE void attend_group(const cb_attention_block *job, row_group *group, const uint32_t rows, const uint32_t width,
+                             const uint32_t format) {
+    score_keys(job, group, rows, width, format);
     for (uint32_t r = 0; r < rows; r++) {
         update_row(job, group, r);
     }
     uint32_t dim = 0;
     for (; dim + width * VEC_LANES <= job->value_dim; dim += width * VEC_LANES) {
-        add_values(job, group, rows, width, dim, VEC_LANES);
+        add_values(job, group, rows, width, format, dim, VEC_LANES);
     }
     for (; dim < job->value_dim; dim += VEC_LANES) {
-        add_values(job, group, rows, 1, dim, lanes_of(job->value_dim - dim));
+        add_values(job, group, rows, 1, format, dim, lanes_of(job->value_dim - dim));
     }
 }
 
-void KERNEL(attention_block)(const cb_attention_block *job) {
+/* Many rows share what is loaded; the fewer they are, the wider, so that enough sums are under way. */
+VEC_INLINE void attend_rows(const cb_attention_block *job, const uint32_t format) {
     row_group group;
     uint32_t rows = 0;
     for (uint32_t row = 0; row < job->count; row++) {
@@ -162,14 +210,34 @@ void KERNEL(attention_block)(const cb_attention_block *job) {
         }
         group.row[rows++] = row;
         if (rows == VEC_ATTENTION_ROWS) {
-            attend_group(job, &group, VEC_ATTENTION_ROWS, VEC_ATTENTION_WIDTH);
+            attend_group(job, &group, VEC_ATTENTION_ROWS, VEC_ATTENTION_WIDTH, format);
             rows = 0;
         }
     }
-    for (uint32_t r = 0; r < rows; r++) { /* the last few, one by one: wide instead of tall */
+    uint32_t done = 0;
+#if VEC_ATTENTION_ROWS > 2
+    if (rows >= 2) {
+        attend_group(job, &group, 2, VEC_ATTENTION_PAIR_WIDTH, format);
+        done = 2;
+    }
+#endif
+    for (; done < rows; done++) {
         row_group single;
-        single.row[0] = group.row[r];
-        attend_group(job, &single, 1, KEY_VECTORS);
+        single.row[0] = group.row[done];
+        attend_group(job, &single, 1, KEY_VECTORS, format);
+    }
+}
+
+void KERNEL(attention_block)(const cb_attention_block *job) {
+    switch (job->format) {
+    case COLIBRI_STATE_F16:
+        attend_rows(job, COLIBRI_STATE_F16);
+        break;
+    case COLIBRI_STATE_Q8:
+        attend_rows(job, COLIBRI_STATE_Q8);
+        break;
+    default:
+        attend_rows(job, COLIBRI_STATE_F32);
     }
 }
 
@@ -200,9 +268,13 @@ void KERNEL(attention_merge)(float *m, float *l, float *out, float m2, float l2,
     }
 }
 
-void KERNEL(attention_finish)(float *y, const float *out, float l, uint32_t value_dim) {
+bool KERNEL(attention_finish)(float *y, const float *out, float l, uint32_t value_dim) {
     const vec inverse = vec_set(1.0f / l);
+    vec m = vec_set(0.0f);
     for (uint32_t i = 0; i < value_dim; i += VEC_LANES) {
-        store_lanes(y + i, vec_mul(load_lanes(out + i, value_dim - i), inverse), value_dim - i);
+        const vec part = vec_mul(load_lanes(out + i, value_dim - i), inverse);
+        m = vec_max_magnitude(m, part);
+        store_lanes(y + i, part, value_dim - i);
     }
+    return finite_magnitude(m);
 }

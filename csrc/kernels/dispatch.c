@@ -3,7 +3,7 @@
 
 #define MATMUL(format, name) .matmul[format] = name, .matmul_name[format] = #name
 
-/* Kernels that every ISA has in its own variant. */
+/* All that vec_<isa>.h makes of the templates, except matmul. */
 #define FLOAT_KERNELS(isa)                                                                                             \
     .quantise_row = kernel_quantise_row_##isa, .all_finite = kernel_all_finite_##isa,                                  \
     .rms_norm = kernel_rms_norm_##isa, .add = kernel_add_##isa, .clamp = kernel_clamp_##isa,                           \
@@ -11,44 +11,29 @@
     .add_scaled = kernel_add_scaled_##isa, .softmax = kernel_softmax_##isa, .rope_table = kernel_rope_table_##isa,     \
     .rope = kernel_rope_##isa, .attention_block = kernel_attention_block_##isa,                                        \
     .attention_merge = kernel_attention_merge_##isa, .attention_finish = kernel_attention_finish_##isa,                \
-    .put_key = kernel_put_key_##isa, .put_value = kernel_put_value_##isa, .get_keys = kernel_get_keys_##isa,           \
-    .get_values = kernel_get_values_##isa
+    .put_key = kernel_put_key_##isa, .put_value = kernel_put_value_##isa
+
+/* `floats` names the folder of the float kernels, `quantised` that of the quantised matmuls. */
+#define TABLE(id, floats, quantised)                                                                                   \
+    [id] = {                                                                                                           \
+        .isa = id,                                                                                                     \
+        FLOAT_KERNELS(floats),                                                                                         \
+        MATMUL(CB_FORMAT_F32, kernel_matmul_f32_##floats),                                                             \
+        MATMUL(CB_FORMAT_BF16, kernel_matmul_bf16_##floats),                                                           \
+        MATMUL(CB_FORMAT_F16, kernel_matmul_f16_##floats),                                                             \
+        MATMUL(CB_FORMAT_Q8_G32, kernel_matmul_q8_g32_##quantised),                                                    \
+        MATMUL(CB_FORMAT_Q4_G32, kernel_matmul_q4_g32_##quantised),                                                    \
+        .decode_row = kernel_decode_row_scalar,                                                                        \
+    }
 
 static const cb_kernels tables[] = {
-    [CB_ISA_SCALAR] =
-        {
-            .isa = CB_ISA_SCALAR,
-            FLOAT_KERNELS(scalar),
-            MATMUL(CB_FORMAT_F32, kernel_matmul_f32_scalar),
-            MATMUL(CB_FORMAT_BF16, kernel_matmul_bf16_scalar),
-            MATMUL(CB_FORMAT_F16, kernel_matmul_f16_scalar),
-            MATMUL(CB_FORMAT_Q8_G32, kernel_matmul_q8_g32_scalar),
-            MATMUL(CB_FORMAT_Q4_G32, kernel_matmul_q4_g32_scalar),
-            .decode_row = kernel_decode_row_scalar,
-        },
+    TABLE(CB_ISA_SCALAR, scalar, scalar),
 #ifdef __x86_64__
-    [CB_ISA_AVX2] =
-        {
-            .isa = CB_ISA_AVX2,
-            FLOAT_KERNELS(avx2),
-            MATMUL(CB_FORMAT_F32, kernel_matmul_f32_avx2),
-            MATMUL(CB_FORMAT_BF16, kernel_matmul_bf16_avx2),
-            MATMUL(CB_FORMAT_F16, kernel_matmul_f16_avx2),
-            MATMUL(CB_FORMAT_Q8_G32, kernel_matmul_q8_g32_avx2),
-            MATMUL(CB_FORMAT_Q4_G32, kernel_matmul_q4_g32_avx2),
-            .decode_row = kernel_decode_row_scalar,
-        },
-    [CB_ISA_AVX512] =
-        {
-            .isa = CB_ISA_AVX512,
-            FLOAT_KERNELS(avx512),
-            MATMUL(CB_FORMAT_F32, kernel_matmul_f32_avx512),
-            MATMUL(CB_FORMAT_BF16, kernel_matmul_bf16_avx512),
-            MATMUL(CB_FORMAT_F16, kernel_matmul_f16_avx512),
-            MATMUL(CB_FORMAT_Q8_G32, kernel_matmul_q8_g32_avx512),
-            MATMUL(CB_FORMAT_Q4_G32, kernel_matmul_q4_g32_avx512),
-            .decode_row = kernel_decode_row_scalar,
-        },
+    TABLE(CB_ISA_AVX2, avx2, avx2),       TABLE(CB_ISA_AVXVNNI, avx2, avxvnni),
+    TABLE(CB_ISA_AVX512, avx512, avx512), TABLE(CB_ISA_AMX, avx512, amx),
+#endif
+#ifdef __aarch64__
+    TABLE(CB_ISA_NEON, neon, neon),       TABLE(CB_ISA_I8MM, neon, i8mm),
 #endif
 };
 

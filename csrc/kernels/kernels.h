@@ -39,16 +39,18 @@ typedef struct cb_matmul {
 typedef struct cb_attention_block {
     const float *q; /* row i at q + i * q_stride, key_dim values */
     uint64_t q_stride;
-    const float *k; /* [key_dim][64] */
-    const float *v; /* [64][value_dim] */
+    const void *k; /* [key_dim][64] */
+    const void *v; /* [64][value_dim] */
     uint32_t key_dim, value_dim;
     float scale;
     uint32_t count;
     const uint8_t *first; /* [count] 0..64 */
     const uint8_t *last;
-    float *m, *l; /* [count]; start at -inf and 0 */
+    float *m, *l; /* [count]; start at -inf and 0; l is NaN from the first seen score on that is not finite */
     float *out;   /* row i at out + i * out_stride, value_dim values, start at 0; not normalised */
     uint64_t out_stride;
+    uint32_t format;                        /* of the elements of k and v: a state format (0: f32) */
+    const float *key_scales, *value_scales; /* [64], q8 only */
 } cb_attention_block;
 
 typedef struct cb_kernels {
@@ -60,9 +62,10 @@ typedef struct cb_kernels {
      */
     bool (*quantise_row)(const float *x, uint32_t k, int8_t *codes, float *scales, int16_t *sums);
     bool (*all_finite)(const float *x, uint64_t n); /* integer test of the exponents */
-    void (*rms_norm)(float *y, const float *x, const float *weight, uint32_t n, float epsilon);
-    void (*add)(float *y, const float *a, const float *b, uint64_t n);
-    void (*clamp)(float *y, const float *x, float low, float high, uint64_t n);
+    /* False if the sum of squares is not finite: x has NaN or infinity, or is too large. */
+    bool (*rms_norm)(float *y, const float *x, const float *weight, uint32_t n, float epsilon);
+    bool (*add)(float *y, const float *a, const float *b, uint64_t n);          /* false: y is not finite */
+    bool (*clamp)(float *y, const float *x, float low, float high, uint64_t n); /* false: x is not finite */
     void (*silu_mul)(float *y, const float *gate, const float *up, uint64_t n); /* gate * sigmoid(gate) * up */
     void (*sigmoid_scale)(float *y, const float *x, float gate, uint64_t n);    /* sigmoid(gate) * x */
     void (*add_scaled)(float *y, const float *x, float weight, uint64_t n);     /* y = fma(weight, x, y) */
@@ -75,24 +78,21 @@ typedef struct cb_kernels {
     void (*attention_block)(const cb_attention_block *job);
     /* Adds a finished split (m2, l2, out2) to (m, l, out). */
     void (*attention_merge)(float *m, float *l, float *out, float m2, float l2, const float *out2, uint32_t value_dim);
-    void (*attention_finish)(float *y, const float *out, float l, uint32_t value_dim); /* y = out * (1 / l) */
+    /* y = out * (1 / l); false: y is not finite */
+    bool (*attention_finish)(float *y, const float *out, float l, uint32_t value_dim);
 
     /* State. One kv head of one block holds K as [key_dim][64] and V as [64][value_dim] in the format's element;
      * q8 has a float scale for each key besides. put: one row into slot 0..63, false when it does not fit (f16
-     * overflow, NaN). get: widen `keys` leading slots of the block into float tiles. */
+     * overflow, NaN). */
     bool (*put_key)(uint32_t format, void *block, float *scales, uint32_t slot, const float *key, uint32_t key_dim);
     bool (*put_value)(uint32_t format, void *block, float *scales, uint32_t slot, const float *value,
                       uint32_t value_dim);
-    void (*get_keys)(uint32_t format, const void *block, const float *scales, uint32_t keys, float *tile,
-                     uint32_t key_dim);
-    void (*get_values)(uint32_t format, const void *block, const float *scales, uint32_t keys, float *tile,
-                       uint32_t value_dim);
 
     /* Row `row` of a matrix in any format and layout as floats (embeddings). */
     void (*decode_row)(uint32_t format, uint32_t layout, const uint8_t *data, uint64_t cols, uint64_t row, float *out);
 } cb_kernels;
 
-/* The table for an ISA that cb_isa_supported() says this CPU has. */
+/* The table for an ISA that cb_isa_supported() says this CPU has. Matmul needs one that cb_isa_choose() gave. */
 const cb_kernels *cb_kernels_get(cb_isa isa);
 
 /* Scalar functions of the contract, for the sampler: fixed sequences of fma. */

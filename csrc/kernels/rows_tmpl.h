@@ -28,6 +28,9 @@ static uint32_t largest_magnitude(const float *x, uint64_t n) {
     return vec_largest_magnitude(m);
 }
 
+/* For the result of vec_max_magnitude. */
+VEC_INLINE bool finite_magnitude(vec m) { return vec_largest_magnitude(m) < 0x7f800000u; }
+
 bool KERNEL(all_finite)(const float *x, uint64_t n) { return largest_magnitude(x, n) < 0x7f800000u; }
 
 bool KERNEL(quantise_row)(const float *x, uint32_t k, int8_t *codes, float *scales, int16_t *sums) {
@@ -61,31 +64,40 @@ bool KERNEL(quantise_row)(const float *x, uint32_t k, int8_t *codes, float *scal
     return finite;
 }
 
-void KERNEL(rms_norm)(float *y, const float *x, const float *weight, uint32_t n, float epsilon) {
+bool KERNEL(rms_norm)(float *y, const float *x, const float *weight, uint32_t n, float epsilon) {
     vec squares = vec_set(0.0f);
     for (uint64_t i = 0; i < n; i += VEC_LANES) {
         const vec part = load_lanes(x + i, n - i);
         squares = vec_fma(part, part, squares);
     }
-    const float mean = vec_sum(squares) / (float)n;
+    const float sum = vec_sum(squares);
+    const float mean = sum / (float)n;
     const vec factor = vec_set(1.0f / __builtin_sqrtf(mean + epsilon));
     for (uint64_t i = 0; i < n; i += VEC_LANES) {
         const vec part = vec_mul(load_lanes(x + i, n - i), factor);
         store_lanes(y + i, vec_mul(part, load_lanes(weight + i, n - i)), n - i);
     }
+    return __builtin_isfinite(sum);
 }
 
-void KERNEL(add)(float *y, const float *a, const float *b, uint64_t n) {
+bool KERNEL(add)(float *y, const float *a, const float *b, uint64_t n) {
+    vec m = vec_set(0.0f);
     for (uint64_t i = 0; i < n; i += VEC_LANES) {
-        store_lanes(y + i, vec_add(load_lanes(a + i, n - i), load_lanes(b + i, n - i)), n - i);
+        const vec sum = vec_add(load_lanes(a + i, n - i), load_lanes(b + i, n - i));
+        m = vec_max_magnitude(m, sum);
+        store_lanes(y + i, sum, n - i);
     }
+    return finite_magnitude(m);
 }
 
-void KERNEL(clamp)(float *y, const float *x, float low, float high, uint64_t n) {
+bool KERNEL(clamp)(float *y, const float *x, float low, float high, uint64_t n) {
+    vec m = vec_set(0.0f);
     for (uint64_t i = 0; i < n; i += VEC_LANES) {
-        const vec raised = vec_max(vec_set(low), load_lanes(x + i, n - i));
-        store_lanes(y + i, vec_min(vec_set(high), raised), n - i);
+        const vec part = load_lanes(x + i, n - i);
+        m = vec_max_magnitude(m, part);
+        store_lanes(y + i, vec_min(vec_set(high), vec_max(vec_set(low), part)), n - i);
     }
+    return finite_magnitude(m);
 }
 
 void KERNEL(silu_mul)(float *y, const float *gate, const float *up, uint64_t n) {

@@ -1,4 +1,4 @@
-/* Keys and values in and out of a state block. Included after rows_tmpl.h. */
+/* Keys and values into a state block. Included after rows_tmpl.h. */
 
 /* Writes n values of x, element i at place i * stride of the block. */
 static bool put_row(uint32_t format, void *block, uint64_t stride, float *scale, const float *x, uint32_t n) {
@@ -38,10 +38,6 @@ static bool put_row(uint32_t format, void *block, uint64_t stride, float *scale,
     return true;
 }
 
-static uint64_t element_size(uint32_t format) {
-    return format == COLIBRI_STATE_F32 ? 4 : format == COLIBRI_STATE_F16 ? 2 : 1;
-}
-
 bool KERNEL(put_key)(uint32_t format, void *block, float *scales, uint32_t slot, const float *key, uint32_t key_dim) {
     uint8_t *place = (uint8_t *)block + slot * element_size(format);
     return put_row(format, place, CB_KEY_BLOCK, format == COLIBRI_STATE_Q8 ? scales + slot : NULL, key, key_dim);
@@ -51,50 +47,4 @@ bool KERNEL(put_value)(uint32_t format, void *block, float *scales, uint32_t slo
                        uint32_t value_dim) {
     uint8_t *place = (uint8_t *)block + slot * (uint64_t)value_dim * element_size(format);
     return put_row(format, place, 1, format == COLIBRI_STATE_Q8 ? scales + slot : NULL, value, value_dim);
-}
-
-/* VEC_LANES elements from element `index` on, not yet scaled. */
-VEC_INLINE vec load_elements(uint32_t format, const void *block, uint64_t index) {
-    switch (format) {
-    case COLIBRI_STATE_F32:
-        return vec_load((const float *)block + index);
-    case COLIBRI_STATE_F16:
-        return vec_load_f16((const uint16_t *)block + index);
-    default:
-        return vec_load_int8((const int8_t *)block + index);
-    }
-}
-
-/* Whole vectors of keys are widened: lanes from `keys` on hold whatever the block holds there. */
-void KERNEL(get_keys)(uint32_t format, const void *block, const float *scales, uint32_t keys, float *tile,
-                      uint32_t key_dim) {
-    for (uint32_t slot = 0; slot < keys; slot += VEC_LANES) {
-        const vec scale = format == COLIBRI_STATE_Q8 ? vec_load(scales + slot) : vec_set(1.0f);
-        for (uint64_t d = 0; d < key_dim; d++) {
-            const vec part = load_elements(format, block, d * CB_KEY_BLOCK + slot);
-            vec_store(tile + d * CB_KEY_BLOCK + slot, format == COLIBRI_STATE_Q8 ? vec_mul(part, scale) : part);
-        }
-    }
-}
-
-void KERNEL(get_values)(uint32_t format, const void *block, const float *scales, uint32_t keys, float *tile,
-                        uint32_t value_dim) {
-    const uint64_t size = element_size(format);
-    for (uint64_t key = 0; key < keys; key++) {
-        const vec scale = vec_set(format == COLIBRI_STATE_Q8 ? scales[key] : 1.0f);
-        for (uint32_t d = 0; d < value_dim; d += VEC_LANES) {
-            const uint32_t lanes = lanes_of(value_dim - d);
-            const uint64_t index = key * value_dim + d;
-            float rest[VEC_LANES] = {0}; /* room for a tail in any format: the block ends with its last value */
-            vec part;
-            if (lanes < VEC_LANES) {
-                memcpy(rest, (const uint8_t *)block + index * size, lanes * size);
-                part = load_elements(format, rest, 0);
-            } else {
-                part = load_elements(format, block, index);
-            }
-            part = format == COLIBRI_STATE_Q8 ? vec_mul(part, scale) : part;
-            store_lanes(tile + index, part, lanes);
-        }
-    }
 }

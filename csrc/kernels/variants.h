@@ -4,17 +4,21 @@
 
 #include "kernels/kernels.h"
 
-#define CB_DECLARE_KERNELS(isa)                                                                                        \
+/* matmul_q.c of a folder */
+#define CB_DECLARE_QUANTISED(isa)                                                                                      \
+    void kernel_matmul_q8_g32_##isa(const cb_matmul *job);                                                             \
+    void kernel_matmul_q4_g32_##isa(const cb_matmul *job)
+
+/* float.c of a folder */
+#define CB_DECLARE_FLOATS(isa)                                                                                         \
     void kernel_matmul_f32_##isa(const cb_matmul *job);                                                                \
     void kernel_matmul_bf16_##isa(const cb_matmul *job);                                                               \
     void kernel_matmul_f16_##isa(const cb_matmul *job);                                                                \
-    void kernel_matmul_q8_g32_##isa(const cb_matmul *job);                                                             \
-    void kernel_matmul_q4_g32_##isa(const cb_matmul *job);                                                             \
     bool kernel_quantise_row_##isa(const float *x, uint32_t k, int8_t *codes, float *scales, int16_t *sums);           \
     bool kernel_all_finite_##isa(const float *x, uint64_t n);                                                          \
-    void kernel_rms_norm_##isa(float *y, const float *x, const float *weight, uint32_t n, float epsilon);              \
-    void kernel_add_##isa(float *y, const float *a, const float *b, uint64_t n);                                       \
-    void kernel_clamp_##isa(float *y, const float *x, float low, float high, uint64_t n);                              \
+    bool kernel_rms_norm_##isa(float *y, const float *x, const float *weight, uint32_t n, float epsilon);              \
+    bool kernel_add_##isa(float *y, const float *a, const float *b, uint64_t n);                                       \
+    bool kernel_clamp_##isa(float *y, const float *x, float low, float high, uint64_t n);                              \
     void kernel_silu_mul_##isa(float *y, const float *gate, const float *up, uint64_t n);                              \
     void kernel_sigmoid_scale_##isa(float *y, const float *x, float gate, uint64_t n);                                 \
     void kernel_add_scaled_##isa(float *y, const float *x, float weight, uint64_t n);                                  \
@@ -26,20 +30,26 @@
     void kernel_attention_block_##isa(const cb_attention_block *job);                                                  \
     void kernel_attention_merge_##isa(float *m, float *l, float *out, float m2, float l2, const float *out2,           \
                                       uint32_t value_dim);                                                             \
-    void kernel_attention_finish_##isa(float *y, const float *out, float l, uint32_t value_dim);                       \
+    bool kernel_attention_finish_##isa(float *y, const float *out, float l, uint32_t value_dim);                       \
     bool kernel_put_key_##isa(uint32_t format, void *block, float *scales, uint32_t slot, const float *key,            \
                               uint32_t key_dim);                                                                       \
     bool kernel_put_value_##isa(uint32_t format, void *block, float *scales, uint32_t slot, const float *value,        \
-                                uint32_t value_dim);                                                                   \
-    void kernel_get_keys_##isa(uint32_t format, const void *block, const float *scales, uint32_t keys, float *tile,    \
-                               uint32_t key_dim);                                                                      \
-    void kernel_get_values_##isa(uint32_t format, const void *block, const float *scales, uint32_t keys, float *tile,  \
-                                 uint32_t value_dim)
+                                uint32_t value_dim)
 
-CB_DECLARE_KERNELS(scalar);
+CB_DECLARE_FLOATS(scalar);
+CB_DECLARE_QUANTISED(scalar);
 #ifdef __x86_64__
-CB_DECLARE_KERNELS(avx2);
-CB_DECLARE_KERNELS(avx512);
+CB_DECLARE_FLOATS(avx2);
+CB_DECLARE_QUANTISED(avx2);
+CB_DECLARE_QUANTISED(avxvnni);
+CB_DECLARE_FLOATS(avx512);
+CB_DECLARE_QUANTISED(avx512);
+CB_DECLARE_QUANTISED(amx);
+#endif
+#ifdef __aarch64__
+CB_DECLARE_KERNELS(neon);
+void kernel_matmul_q8_g32_i8mm(const cb_matmul *job);
+void kernel_matmul_q4_g32_i8mm(const cb_matmul *job);
 #endif
 
 void kernel_decode_row_scalar(uint32_t format, uint32_t layout, const uint8_t *data, uint64_t cols, uint64_t row,

@@ -11,6 +11,7 @@
 #define VEC_CHAINS 4 /* of two registers each: 8 accumulators, latency 4 x 2 fma a cycle */
 #define VEC_ATTENTION_ROWS 4
 #define VEC_ATTENTION_WIDTH 1
+#define VEC_ATTENTION_PAIR_WIDTH 2
 
 typedef struct vec {
     __m256 low, high;

@@ -161,11 +161,24 @@ colibri_status colibri_engine_warm(colibri_engine *engine, uint32_t set, const u
 
 static uint64_t read_counter(const cb_counter *counter) { return atomic_load_explicit(counter, memory_order_relaxed); }
 
+static uint64_t profile_rows(const colibri_engine *engine) { return engine->model->program.layer_count + UINT64_C(1); }
+
+colibri_status colibri_get_profile(const colibri_engine *engine, colibri_phase phase, uint64_t *nanoseconds) {
+    if (cb_forked(engine->runtime))
+        return COLIBRI_FORKED;
+    if ((unsigned)phase > COLIBRI_PHASE_DECODE || nanoseconds == NULL)
+        return COLIBRI_INVALID;
+    memset(nanoseconds, 0, profile_rows(engine) * COLIBRI_OP_KINDS * sizeof *nanoseconds);
+    for (uint64_t row = 0; row < profile_rows(engine); row++)
+        for (uint64_t op = 0; op < CB_OP_LIMIT; op++)
+            nanoseconds[row * COLIBRI_OP_KINDS + op] =
+                read_counter(&engine->vm->phases[phase].op_nanoseconds[row * CB_OP_LIMIT + op]);
+    return COLIBRI_OK;
+}
+
 void colibri_get_stats(const colibri_engine *engine, colibri_stats *stats) {
     const cb_vm *vm = engine->vm;
-    *stats = (colibri_stats){.tokens = read_counter(&vm->tokens),
-                             .passes = read_counter(&vm->passes),
-                             .nanoseconds = read_counter(&engine->nanoseconds),
+    *stats = (colibri_stats){.nanoseconds = read_counter(&engine->nanoseconds),
                              .resident = cb_expert_store_is_resident(engine->store),
                              .is_direct = cb_expert_store_is_direct(engine->store),
                              .predicted_passes = read_counter(&vm->prediction.passes),
@@ -174,8 +187,20 @@ void colibri_get_stats(const colibri_engine *engine, colibri_stats *stats) {
     const char *warning = cb_store_warning(engine->store);
     if (warning != NULL)
         snprintf(stats->warning, sizeof stats->warning, "%s", warning);
-    for (int i = 0; i < CB_OP_LIMIT; i++)
-        stats->op_nanoseconds[i] = read_counter(&vm->op_nanoseconds[i]);
+    for (int i = 0; i < 2; i++) {
+        const cb_phase *phase = &vm->phases[i];
+        stats->phases[i] = (colibri_phase_stats){.tokens = read_counter(&phase->tokens),
+                                                 .passes = read_counter(&phase->passes),
+                                                 .nanoseconds = read_counter(&phase->nanoseconds),
+                                                 .parallel_regions = read_counter(&phase->parallel_regions),
+                                                 .dispatch = cb_latency_read(&phase->dispatch),
+                                                 .dispatch_switched = cb_latency_read(&phase->dispatch_switched),
+                                                 .dispatch_missed = read_counter(&phase->dispatch_missed)};
+        stats->tokens += stats->phases[i].tokens;
+        stats->passes += stats->phases[i].passes;
+        for (uint64_t j = 0; j < profile_rows(engine) * CB_OP_LIMIT; j++)
+            stats->op_nanoseconds[j % CB_OP_LIMIT] += read_counter(&phase->op_nanoseconds[j]);
+    }
     snprintf(stats->cpu, sizeof stats->cpu, "%s", cb_isa_name(vm->kernels->isa));
     for (int i = 0; i < CB_FORMAT_LIMIT; i++) {
         const char *name = atomic_load_explicit(&vm->matmul_names[i], memory_order_relaxed);

@@ -3,13 +3,6 @@
 
 #include <stdio.h>
 #include <string.h>
-#include <time.h>
-
-static uint64_t now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (uint64_t)time.tv_sec * UINT64_C(1000000000) + (uint64_t)time.tv_nsec;
-}
 
 /* ---- before ---- */
 
@@ -147,10 +140,12 @@ static void settle_item(colibri_item *item) {
 static void run_passes(colibri_engine *engine, colibri_item *items, uint32_t item_count) {
     pthread_mutex_lock(&engine->runtime->forward);
     cb_float_environment environment = cb_float_enter();
-    uint64_t start = now();
+    cb_pool_begin(engine->runtime->pool);
+    uint64_t start = cb_now();
     while (fill_pass(engine, items, item_count))
         cb_vm_run(engine->vm);
-    cb_count(&engine->nanoseconds, now() - start);
+    cb_count(&engine->nanoseconds, cb_now() - start);
+    cb_pool_end(engine->runtime->pool);
     cb_float_leave(environment);
     pthread_mutex_unlock(&engine->runtime->forward);
 }

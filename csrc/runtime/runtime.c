@@ -2,6 +2,8 @@
 
 #include <unistd.h>
 
+#include "core/threads.h"
+
 #define MAX_THREADS 1024
 
 uint32_t colibri_abi_version(void) { return COLIBRI_ABI_VERSION; }
@@ -22,7 +24,15 @@ static colibri_status open_runtime(const colibri_runtime_options *options, colib
         cb_block_pool_open(&runtime->blocks, error) != COLIBRI_OK)
         return error->status;
     runtime->kernels = cb_kernels_get(isa);
-    return cb_pool_open(threads, &runtime->pool, error);
+    if (options->pin == 0)
+        return cb_pool_open(threads, NULL, &runtime->pool, error);
+    uint32_t processors[MAX_THREADS], found = cb_choose_processors(root, threads, processors);
+    if (found < threads)
+        return cb_fail(error, COLIBRI_INVALID,
+                       "threads is %u and this process may use %u processors, pinning needs one for each; ask for at "
+                       "most %u threads or leave pinning out",
+                       threads, found, found);
+    return cb_pool_open(threads, processors, &runtime->pool, error);
 }
 
 colibri_status colibri_init(const colibri_runtime_options *options, colibri_runtime **result, char *message,

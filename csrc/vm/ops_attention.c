@@ -8,7 +8,7 @@
 #include <string.h>
 
 #define TASK_ROWS 64 /* query rows of a task, as long as one token has fewer */
-#define MAX_QUERY_TOKENS 16
+#define MAX_QUERY_TOKENS 32
 #define PARTIAL_ROWS 256 /* (token, split) pairs whose splits may run side by side */
 #define SPLIT_BLOCKS (CB_SPLIT_KEYS / CB_KEY_BLOCK)
 
@@ -19,7 +19,6 @@ typedef struct sums {
 
 typedef struct scratch {
     float *q; /* [rows][key_dim] */
-    float *key_tile, *value_tile;
     sums total, split;
     uint8_t *first, *last;
 } scratch;
@@ -50,8 +49,6 @@ static sums take_sums(cb_arena *arena, uint64_t rows, uint32_t value_dim) {
 static scratch take_scratch(cb_arena *arena, uint64_t rows, uint32_t key_dim, uint32_t value_dim) {
     scratch s;
     s.q = cb_arena_take(arena, cb_multiply(rows, key_dim), sizeof(float));
-    s.key_tile = cb_arena_take(arena, (uint64_t)key_dim * CB_KEY_BLOCK, sizeof(float));
-    s.value_tile = cb_arena_take(arena, (uint64_t)value_dim * CB_KEY_BLOCK, sizeof(float));
     s.total = take_sums(arena, rows, value_dim);
     s.split = take_sums(arena, rows, value_dim);
     s.first = cb_arena_take(arena, rows, 1);
@@ -168,40 +165,32 @@ static void attend_split(const attention_job *job, const cb_query_chunk *chunk, 
     block = block > split * SPLIT_BLOCKS ? block : split * SPLIT_BLOCKS;
     end = end < (split + 1) * SPLIT_BLOCKS ? end : (split + 1) * SPLIT_BLOCKS;
     for (; block < end; block++) {
-        uint32_t start = block * CB_KEY_BLOCK, keys = 0;
+        uint32_t start = block * CB_KEY_BLOCK;
         for (uint32_t t = 0; t < chunk->count; t++) {
             uint32_t first = in_block(first_key(job, position + t), start);
             uint32_t last = in_block(position + t + 1, start);
             memset(s->first + t * job->group, (int)first, job->group);
             memset(s->last + t * job->group, (int)last, job->group);
-            keys = last > keys ? last : keys;
         }
         const uint8_t *data = segment->blocks[block]->data;
-        const void *k = data + layout->keys + head * layout->key_head_bytes;
-        const void *v = data + layout->values + head * layout->value_head_bytes;
-        if (layout->format != COLIBRI_STATE_F32) {
-            const float *key_scales = (const float *)(const void *)(data + layout->key_scales) + head * CB_KEY_BLOCK;
-            const float *value_scales =
-                (const float *)(const void *)(data + layout->value_scales) + head * CB_KEY_BLOCK;
-            vm->kernels->get_keys(layout->format, k, key_scales, keys, s->key_tile, job->key_dim);
-            vm->kernels->get_values(layout->format, v, value_scales, keys, s->value_tile, job->value_dim);
-            k = s->key_tile;
-            v = s->value_tile;
-        }
-        cb_attention_block block_job = {.q = s->q,
-                                        .q_stride = job->key_dim,
-                                        .k = k,
-                                        .v = v,
-                                        .key_dim = job->key_dim,
-                                        .value_dim = job->value_dim,
-                                        .scale = job->op->attention.scale,
-                                        .count = rows,
-                                        .first = s->first,
-                                        .last = s->last,
-                                        .m = sums->m,
-                                        .l = sums->l,
-                                        .out = sums->out,
-                                        .out_stride = job->value_dim};
+        cb_attention_block block_job = {
+            .q = s->q,
+            .q_stride = job->key_dim,
+            .k = data + layout->keys + head * layout->key_head_bytes,
+            .v = data + layout->values + head * layout->value_head_bytes,
+            .key_dim = job->key_dim,
+            .value_dim = job->value_dim,
+            .scale = job->op->attention.scale,
+            .count = rows,
+            .first = s->first,
+            .last = s->last,
+            .m = sums->m,
+            .l = sums->l,
+            .out = sums->out,
+            .out_stride = job->value_dim,
+            .format = layout->format,
+            .key_scales = (const float *)(const void *)(data + layout->key_scales) + head * CB_KEY_BLOCK,
+            .value_scales = (const float *)(const void *)(data + layout->value_scales) + head * CB_KEY_BLOCK};
         vm->kernels->attention_block(&block_job);
     }
 }
@@ -217,11 +206,14 @@ static void finish(const attention_job *job, const cb_query_chunk *chunk, uint32
     for (uint32_t t = 0; t < chunk->count; t++) {
         float *y =
             job->y->values + (chunk->first_row + t) * job->y->stride + (uint64_t)head * job->group * job->value_dim;
+        bool finite = true;
         for (uint32_t g = 0; g < job->group; g++) {
             uint64_t i = (uint64_t)t * job->group + g;
-            job->vm->kernels->attention_finish(y + (uint64_t)g * job->value_dim, total->out + i * job->value_dim,
-                                               total->l[i], job->value_dim);
+            finite &= job->vm->kernels->attention_finish(y + (uint64_t)g * job->value_dim,
+                                                         total->out + i * job->value_dim, total->l[i], job->value_dim);
         }
+        if (!finite) /* several heads may fail at once */
+            __atomic_store_n(&job->vm->row_failed[chunk->first_row + t], 1, __ATOMIC_RELAXED);
     }
 }
 
@@ -325,4 +317,5 @@ void cb_run_attention(cb_vm *vm, const cb_op *op) {
     } else {
         cb_pool_run(vm->pool, pairs, attend_task, &job);
     }
+    cb_report_rows(vm, op, op->attention.y, "op attention: NaN or infinity in the scores or the result of");
 }

@@ -311,7 +311,7 @@ static void fail_expert(experts_job *job, const active_expert *a, const cb_error
 
 static void compute_batch(experts_job *job) {
     cb_vm *vm = job->vm;
-    cb_pool_run(vm->pool, cut_tasks(job, false), gate_up_task, job);
+    cb_run_dispatched(vm, cut_tasks(job, false), gate_up_task, job);
     if (cb_pass_abandoned(&vm->pass))
         return;
     cb_for_rows(vm, job->hidden_count, job->set->ffn, hidden_row, job);
@@ -370,15 +370,26 @@ static void report(experts_job *job, const uint8_t *failed, const char *what) {
                         job->s.active[job->s.active_of[slot]].expert, what);
 }
 
+static uint64_t stall_nanoseconds(const experts_job *job) {
+    cb_store_stats stats;
+    cb_store_get_stats(job->vm->store, job->op->experts.set, &stats);
+    return stats.stall_nanoseconds;
+}
+
 static void run_round(experts_job *job) {
     cb_vm *vm = job->vm;
     sort_tokens(job);
     order_experts(job);
+    if (!vm->resident)
+        vm->routed = 0; /* how long reads take is told elsewhere */
     cb_judge_prediction(vm, job->op, job->s.asked, job->active_count);
     cb_store_begin(vm->store, job->op->experts.set, job->s.asked, job->active_count);
     cb_predict_experts(vm, job->op);
     uint32_t count;
+    uint64_t stall = stall_nanoseconds(job);
     while ((count = cb_store_next(vm->store, job->s.ready, job->active_count)) > 0) {
+        if (stall_nanoseconds(job) != stall)
+            vm->routed = 0; /* what follows waited for the disk, not for threads */
         compute_ready(job, count);
         if (cb_pass_abandoned(&vm->pass))
             break;

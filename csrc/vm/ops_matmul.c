@@ -77,12 +77,7 @@ void cb_prepare_rows(cb_vm *vm, const cb_op *op, uint32_t value, bool quantise, 
     uint32_t rows = cb_value_rows(vm, value);
     prepare_job job = {x, info->width, quantise};
     cb_for_rows(vm, rows, info->width, prepare_row, &job);
-    for (uint32_t row = 0; row < rows; row++) {
-        if (vm->row_failed[row])
-            cb_row_fail(vm, op, cb_pass_row(&vm->pass, info->kind, row), "", "op %s%s: NaN or infinity in the input of",
-                        what, name);
-        vm->row_failed[row] = 0;
-    }
+    cb_report_rows(vm, op, value, "op %s%s: NaN or infinity in the input of", what, name);
     vm->finite_stamp = x->stamp;
     if (quantise)
         vm->shadow.stamp = x->stamp;

@@ -46,9 +46,5 @@ void cb_run_route(cb_vm *vm, const cb_op *op) {
     uint64_t width = vm->model->program.values[op->route.logits].width;
     uint64_t chosen = vm->model->program.values[op->route.routing].width;
     cb_for_rows(vm, vm->pass.rows, width * (chosen + 4), route_row, op);
-    for (uint32_t row = 0; row < vm->pass.rows; row++) {
-        if (vm->row_failed[row])
-            cb_row_fail(vm, op, row, "", "op route: NaN or infinity in the router's logits of");
-        vm->row_failed[row] = 0;
-    }
+    cb_report_rows(vm, op, op->route.logits, "op route: NaN or infinity in the router's logits of");
 }

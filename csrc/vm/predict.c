@@ -8,7 +8,6 @@
  * passes go without, and the cheaper way is taken. */
 #include <math.h>
 #include <string.h>
-#include <time.h>
 
 #include "vm/vm.h"
 
@@ -25,12 +24,6 @@ struct cb_chain {
     uint8_t *guessed; /* [experts] of the running pass */
     uint32_t guessed_count;
 };
-
-static uint64_t now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (uint64_t)time.tv_sec * UINT64_C(1000000000) + (uint64_t)time.tv_nsec;
-}
 
 static const cb_op *writer_of(const cb_program *program, const cb_op *before, uint32_t value) {
     for (const cb_op *op = before; op-- > program->ops;)
@@ -122,7 +115,7 @@ void cb_prediction_start(cb_vm *vm) {
         forget(vm, &p->chains[i]);
     if (!p->judged)
         return;
-    p->started = now();
+    p->started = cb_now();
     p->guesses = try_guessing(p);
     cb_count(p->guesses ? &p->passes : &p->skipped, 1);
 }
@@ -131,7 +124,7 @@ void cb_prediction_end(cb_vm *vm) {
     cb_prediction *p = &vm->prediction;
     if (!p->judged)
         return;
-    double cost = (double)(now() - p->started) / vm->pass.rows, *mean = &p->cost[p->guesses];
+    double cost = (double)(cb_now() - p->started) / vm->pass.rows, *mean = &p->cost[p->guesses];
     uint32_t *count = &p->measured[p->guesses];
     *count += *count < MEMORY;
     *mean += (cost - *mean) / *count;
@@ -238,7 +231,7 @@ void cb_predict_experts(cb_vm *vm, const cb_op *op) {
     const cb_chain *here = chain_of(p, op);
     if (here == NULL)
         return;
-    uint64_t start = now();
+    uint64_t start = cb_now();
     for (uint32_t depth = 1; depth <= p->depth && here + depth < p->chains + p->chain_count; depth++) {
         cb_chain *chain = &p->chains[here - p->chains + depth];
         uint32_t count = 0;
@@ -252,7 +245,7 @@ void cb_predict_experts(cb_vm *vm, const cb_op *op) {
         if (count > 0)
             cb_store_prefetch(vm->store, chain->set, p->experts, count);
     }
-    cb_count(&p->nanoseconds, now() - start);
+    cb_count(&p->nanoseconds, cb_now() - start);
 }
 
 void cb_judge_prediction(cb_vm *vm, const cb_op *op, const uint32_t *experts, uint32_t count) {

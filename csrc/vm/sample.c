@@ -30,15 +30,16 @@ typedef struct sampler {
     uint32_t *ids; /* heap, or counts of history */
 } sampler;
 
-/* Every variant gives the same bits: the fastest is as good as the runtime's. */
+/* Every variant gives the same bits: the fastest is as good as the runtime's. Nothing here multiplies matrices, so
+ * AMX tiles need not be asked for. */
 static const cb_kernels *best_kernels(void) {
     static const cb_kernels *_Atomic chosen;
     const cb_kernels *kernels = atomic_load_explicit(&chosen, memory_order_relaxed);
     if (kernels == NULL) {
-        cb_isa isa = CB_ISA_SCALAR;
-        cb_error ignored;
-        cb_isa_choose(NULL, &isa, &ignored);
-        kernels = cb_kernels_get(isa);
+        int isa = CB_ISA_COUNT - 1;
+        while (!cb_isa_supported((cb_isa)isa))
+            isa--;
+        kernels = cb_kernels_get((cb_isa)isa);
         atomic_store_explicit(&chosen, kernels, memory_order_relaxed);
     }
     return kernels;

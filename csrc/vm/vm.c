@@ -5,7 +5,6 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
-#include <time.h>
 
 #define SMALL_FLOATS 16384 /* fewer are not worth waking a thread for */
 
@@ -29,6 +28,23 @@ void cb_row_fail(cb_vm *vm, const cb_op *op, uint32_t row, const char *end, cons
     vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
     cb_item_fail(item, COLIBRI_NON_FINITE, "%s%s token position %u%s", layer, text, vm->pass.positions[row], end);
+}
+
+void cb_report_rows(cb_vm *vm, const cb_op *op, uint32_t value, const char *format, ...) {
+    uint32_t kind = vm->model->program.values[value].kind;
+    char text[320] = "";
+    for (uint32_t row = 0; row < cb_value_rows(vm, value); row++) {
+        if (!vm->row_failed[row])
+            continue;
+        vm->row_failed[row] = 0;
+        if (text[0] == '\0') {
+            va_list arguments;
+            va_start(arguments, format);
+            vsnprintf(text, sizeof text, format, arguments);
+            va_end(arguments);
+        }
+        cb_row_fail(vm, op, cb_pass_row(&vm->pass, kind, row), "", "%s", text);
+    }
 }
 
 uint32_t cb_pass_row(const cb_pass *pass, uint32_t kind, uint32_t row) {
@@ -90,6 +106,7 @@ static void plan_pass(cb_vm *vm, cb_arena *arena) {
     pass->segments = cb_arena_take(arena, vm->max_rows, sizeof *pass->segments);
     pass->outputs = cb_arena_take(arena, vm->max_rows, sizeof *pass->outputs);
     vm->row_failed = cb_arena_take(arena, vm->max_rows, 1);
+    vm->first_tasks = cb_arena_take(arena, vm->threads, sizeof *vm->first_tasks);
 }
 
 static void plan_values(cb_vm *vm, cb_arena *arena) {
@@ -176,6 +193,12 @@ static colibri_status check_formats(const cb_vm *vm, cb_error *error) {
 
 static bool open_counters(cb_vm *vm) {
     const cb_model *model = vm->model;
+    for (int i = 0; i < 2; i++) {
+        vm->phases[i].op_nanoseconds =
+            cb_alloc(cb_multiply(model->program.layer_count + 1u, CB_OP_LIMIT * sizeof(cb_counter)));
+        if (vm->phases[i].op_nanoseconds == NULL)
+            return false;
+    }
     vm->sets = cb_alloc(cb_multiply(model->set_count, sizeof *vm->sets));
     if (vm->sets == NULL)
         return false;
@@ -210,13 +233,16 @@ static colibri_status open_tables(const cb_model *model, const cb_kernels *kerne
     cb_arena arena = {0};
     if (check_formats(vm, error) != COLIBRI_OK)
         goto fail;
+    vm->ops = cb_alloc(cb_multiply(program->op_count, sizeof *vm->ops));
     vm->registers = cb_alloc(cb_multiply(program->value_count, sizeof *vm->registers));
     vm->gathered = cb_alloc(cb_multiply(count_gathers(program), sizeof *vm->gathered));
-    if (vm->registers == NULL || vm->gathered == NULL || !open_counters(vm) ||
+    if (vm->ops == NULL || vm->registers == NULL || vm->gathered == NULL || !open_counters(vm) ||
         !cb_open_prediction(vm, options->prefetch_depth)) {
         cb_fail(error, COLIBRI_OUT_OF_MEMORY, "%.200s: not enough memory for an engine's tables", model->path);
         goto fail;
     }
+    memcpy(vm->ops, program->ops, program->op_count * sizeof *vm->ops);
+    cb_order_ops(vm->ops, program->op_count);
     plan(vm, &arena);
     vm->arena_bytes = arena.size;
     *result = vm;
@@ -236,6 +262,8 @@ colibri_status cb_vm_plan(const cb_model *model, const cb_kernels *kernels, uint
     *table_bytes = sizeof *vm + model->program.value_count * sizeof *vm->registers +
                    count_gathers(&model->program) * sizeof *vm->gathered + model->set_count * sizeof *vm->sets +
                    cb_prediction_table_bytes(vm);
+    *table_bytes += model->program.op_count * sizeof *vm->ops +
+                    2 * (model->program.layer_count + UINT64_C(1)) * CB_OP_LIMIT * sizeof(cb_counter);
     for (uint32_t s = 0; s < model->set_count; s++)
         *table_bytes += model->sets[s].count * sizeof *vm->sets[s].tokens;
     cb_vm_close(vm);
@@ -270,20 +298,17 @@ void cb_vm_close(cb_vm *vm) {
     for (uint32_t s = 0; vm->sets != NULL && s < vm->model->set_count; s++)
         cb_free(vm->sets[s].tokens);
     cb_free(vm->sets);
+    for (int i = 0; i < 2; i++)
+        cb_free(vm->phases[i].op_nanoseconds);
     cb_close_prediction(vm);
     cb_free(vm->arena);
     cb_free(vm->gathered);
     cb_free(vm->registers);
+    cb_free(vm->ops);
     cb_free(vm);
 }
 
 /* ---- the walk ---- */
-
-static uint64_t now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (uint64_t)time.tv_sec * UINT64_C(1000000000) + (uint64_t)time.tv_nsec;
-}
 
 /* Marks items whose cancel flag is up; false when none is left alive. */
 static bool poll_items(cb_pass *pass) {
@@ -348,13 +373,23 @@ static void run_op(cb_vm *vm, const cb_op *ops, uint32_t count) {
         vm->registers[ops[i].words[0]].stamp = ++vm->last_stamp;
 }
 
+static void run_timed(cb_vm *vm, const cb_op *ops, uint32_t count) {
+    uint32_t layer = ops->layer != CB_ABSENT ? ops->layer : vm->model->program.layer_count;
+    uint64_t start = cb_now();
+    run_op(vm, ops, count);
+    uint64_t end = cb_now();
+    cb_count(&vm->phase->op_nanoseconds[layer * CB_OP_LIMIT + ops->opcode], end - start);
+    if (ops->opcode == CB_OP_ROUTE)
+        vm->routed = end;
+}
+
 /* Ops on outputs read no tokens value but through gather_outputs, and nothing reads them back: so the ops on
  * tokens run first, gathering as they pass, and the ops on outputs follow over a few rows at a time. */
 static bool walk(cb_vm *vm, bool outputs) {
     const cb_program *program = &vm->model->program;
     uint32_t gathers = 0;
     for (uint32_t i = 0, count; i < program->op_count; i += count) {
-        const cb_op *op = &program->ops[i];
+        const cb_op *op = &vm->ops[i];
         count = op->opcode == CB_OP_MATMUL ? cb_matmul_group(op, program->op_count - i) : 1;
         bool on_outputs = program->values[op->words[0]].kind == CB_VALUE_OUTPUTS;
         if (op->opcode == CB_OP_GATHER_OUTPUTS) {
@@ -375,17 +410,20 @@ static bool walk(cb_vm *vm, bool outputs) {
             continue;
         if (!poll_items(&vm->pass))
             return false;
-        uint64_t start = now();
-        run_op(vm, op, count);
-        cb_count(&vm->op_nanoseconds[op->opcode], now() - start);
+        if (i + count < program->op_count && op[count].opcode == CB_OP_ROUTE)
+            cb_pool_watch(vm->pool); /* for cb_run_dispatched */
+        run_timed(vm, op, count);
     }
     return poll_items(&vm->pass); /* tasks of the last op may have been skipped */
 }
 
 void cb_vm_run(cb_vm *vm) {
     cb_pass *pass = &vm->pass;
-    cb_count(&vm->passes, 1);
-    cb_count(&vm->tokens, pass->rows);
+    vm->phase = &vm->phases[pass->rows == pass->segment_count ? COLIBRI_PHASE_DECODE : COLIBRI_PHASE_PROMPT];
+    vm->routed = 0;
+    uint64_t start = cb_now(), regions = cb_pool_regions(vm->pool);
+    cb_count(&vm->phase->passes, 1);
+    cb_count(&vm->phase->tokens, pass->rows);
     cb_prediction_start(vm);
     bool alive = walk(vm, false);
     if (alive)
@@ -398,4 +436,6 @@ void cb_vm_run(cb_vm *vm) {
         if (alive)
             cb_deliver_logits(vm);
     }
+    cb_count(&vm->phase->parallel_regions, cb_pool_regions(vm->pool) - regions);
+    cb_count(&vm->phase->nanoseconds, cb_now() - start);
 }

@@ -68,6 +68,24 @@ typedef struct cb_set_counters {
     cb_counter *tokens;                          /* [experts] */
 } cb_set_counters;
 
+/* How long things of one kind took, in buckets of a sixteenth of a power of two. */
+#define CB_LATENCY_BUCKETS 608 /* to 2^41 ns */
+typedef struct cb_latency {
+    cb_counter count, sum, largest, buckets[CB_LATENCY_BUCKETS];
+} cb_latency;
+
+typedef struct cb_phase {
+    cb_counter tokens, passes, nanoseconds, parallel_regions, dispatch_missed;
+    cb_latency dispatch, dispatch_switched;
+    cb_counter *op_nanoseconds; /* [layer_count + 1][CB_OP_LIMIT] */
+} cb_phase;
+
+/* When a thread began its first task on the experts of the layer that runs. */
+typedef struct cb_first_task {
+    _Alignas(CB_CACHE_LINE) uint64_t time; /* 0: not yet */
+    bool switched;
+} cb_first_task;
+
 /* What an op file keeps in the arena; sizes come from its plan function. */
 typedef struct cb_query_chunk {
     uint32_t segment, first_row, count;
@@ -102,6 +120,7 @@ typedef struct cb_vm {
     uint32_t threads, max_rows;
     bool resident;
 
+    cb_op *ops; /* [op_count] of the program, in the order they run */
     cb_pass pass;
     cb_register *registers; /* [value_count] */
     float **gathered;       /* rows of each gather_outputs op, in the order of the program */
@@ -120,7 +139,10 @@ typedef struct cb_vm {
     uint8_t *arena;
     uint64_t arena_bytes;
 
-    cb_counter tokens, passes, op_nanoseconds[CB_OP_LIMIT];
+    cb_phase phases[2];         /* by colibri_phase */
+    cb_phase *phase;            /* of the pass that runs */
+    uint64_t routed;            /* when the router's output was there; 0 once its experts have been handed out */
+    cb_first_task *first_tasks; /* [threads] */
     const char *_Atomic matmul_names[CB_FORMAT_LIMIT];
     cb_set_counters *sets;
 } cb_vm;
@@ -149,6 +171,9 @@ void cb_item_fail(colibri_item *item, colibri_status status, const char *format,
 /* NON_FINITE for the item of a pass row, if it is alive: "layer 3, <text> token position 17<end>". */
 void cb_row_fail(cb_vm *vm, const cb_op *op, uint32_t row, const char *end, const char *format, ...)
     __attribute__((format(printf, 5, 6)));
+/* cb_row_fail for the rows of a value that row_failed marks, which are unmarked. */
+void cb_report_rows(cb_vm *vm, const cb_op *op, uint32_t value, const char *format, ...)
+    __attribute__((format(printf, 4, 5)));
 /* The row of the pass that row `row` of a value of this kind belongs to. */
 uint32_t cb_pass_row(const cb_pass *pass, uint32_t kind, uint32_t row);
 static inline bool cb_row_alive(const cb_pass *pass, uint32_t row) {
@@ -163,6 +188,12 @@ static inline void cb_count(cb_counter *counter, uint64_t more) {
     uint64_t old = atomic_load_explicit(counter, memory_order_relaxed);
     atomic_store_explicit(counter, old + more, memory_order_relaxed);
 }
+
+/* cb_pool_run for the first tasks on the experts that a router has just chosen; counts how long all threads took
+ * to get there. */
+void cb_run_dispatched(cb_vm *vm, uint32_t count, cb_task task, void *context);
+void cb_latency_add(cb_latency *latency, uint64_t nanoseconds);
+colibri_latency cb_latency_read(const cb_latency *latency);
 
 /* Calls `work` for each row: on the calling thread for little work, else on all. */
 typedef void (*cb_row_work)(cb_vm *vm, const void *context, uint32_t row, uint32_t worker);
@@ -225,6 +256,8 @@ void cb_run_add(cb_vm *vm, const cb_op *op);
 void cb_run_sigmoid_gate(cb_vm *vm, const cb_op *op);
 /* ops[0] and those after it that cb_matmul_group joined to it. */
 uint32_t cb_matmul_group(const cb_op *ops, uint32_t left);
+/* Brings matmuls of one input together where that changes no result. */
+void cb_order_ops(cb_op *ops, uint32_t count);
 void cb_run_matmuls(cb_vm *vm, const cb_op *ops, uint32_t count);
 void cb_run_attention(cb_vm *vm, const cb_op *op);
 void cb_run_route(cb_vm *vm, const cb_op *op);

@@ -71,5 +71,9 @@ class StateError(ColibriError):
     """A saved state does not belong to this model, session or version."""
 
 
+class UsageFileWarning(UserWarning):
+    """What earlier runs used could not be read or kept: the message names the file. The run goes on without it."""
+
+
 class MemoryBudgetWarning(UserWarning):
     """The memory that was asked for may not be had: the message names the limit. What was asked for goes on."""

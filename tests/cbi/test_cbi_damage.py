@@ -288,6 +288,19 @@ def test_a_wrong_sha256_beside_a_right_crc_is_found(editor):
         file.verify_digests()
 
 
+def test_every_byte_of_the_file_is_verified(editor):
+    """What no checksum covers must be zero: so no single byte can change unnoticed."""
+    good = bytes(editor.data)
+    chance = random.Random(7)
+    zeros = [at for at, byte in enumerate(good) if byte == 0]
+    for at in [*chance.sample(range(len(good)), 150), *chance.sample(zeros, 150), len(good) - 1]:
+        changed = bytearray(good)
+        changed[at] ^= 1 << chance.randrange(8)
+        editor.path.write_bytes(changed)
+        with pytest.raises(ModelFileError), CbiFile.open(editor.path) as file:
+            file.verify_digests()
+
+
 def test_random_changes_with_repaired_checksums(editor):
     """Only ModelFileError may come out, whatever the directories say."""
     good, chance = bytes(editor.data), random.Random(5)

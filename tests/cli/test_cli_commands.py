@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from cli.command import DEMO_FOLDER, ENVIRONMENT, colibri
 from families.tiny_folder import write_family
+from runtime.cpus import CPUS
 
 import colibri as package
 
@@ -130,7 +131,15 @@ def test_statistics() -> None:
     done = colibri("run", "In the", "--max-tokens", "3", "--statistics", "--threads", "1")
     assert done.returncode == 0
     assert done.stdout.count("\n") >= 1
-    for words in ("4 tokens in 3 passes", "1 threads", "experts", "attention", "busiest expert"):
+    assert statistics["phases"]["decode"]["passes"] == 2
+    for words in (
+        "4 tokens in 3 passes",
+        "1 threads",
+        "experts",
+        "attention",
+        "busiest expert",
+        "decode: 2 tokens in 2",
+    ):
         assert words in done.stderr
 
 
@@ -219,5 +228,53 @@ def test_bench(demo_model: Path) -> None:
     for name in ("load_s", "prompt_tokens_per_s", "decode_tokens_per_s", "decode_p50_ms", "peak_rss_mib"):
         assert result[name] > 0
     assert result["decode_p99_ms"] >= result["decode_p50_ms"]
-    assert result["cpu"] in ("scalar", "avx2", "avx512")
-    assert "decode_tokens_per_s" in output("bench", demo_model, "--prompt", 8, "--generate", 2, "--repeat", 1)
+    assert result["cpu"] in CPUS
+    assert result["decode_p99_over_p50"] == pytest.approx(result["decode_p99_ms"] / result["decode_p50_ms"], rel=0.01)
+    assert result["decode_regions_per_pass"] == 0  # one thread
+    assert result["dispatch_count"] == result["dispatch_switched_count"] == result["dispatch_missed"] == 0
+    assert "profile" not in result
+    text = output("bench", demo_model, "--prompt", 8, "--generate", 2, "--repeat", 1)
+    assert "decode_tokens_per_s" in text
+    assert "rms_norm" not in text
+
+
+def test_bench_profile(demo_model: Path) -> None:
+    options = ("--prompt", 40, "--generate", 6, "--batch", 2, "--repeat", 1, "--threads", 2, "--profile")
+    result = json.loads(output("bench", demo_model, *options, "--json"))
+    assert result["decode_regions_per_pass"] > 0
+    assert result["dispatch_count"] + result["dispatch_switched_count"] + result["dispatch_missed"] > 0
+    profile = result["profile"]
+    assert (profile["prompt"]["tokens"], profile["decode"]["tokens"]) == (80, 12)
+    for phase in profile.values():
+        assert len(phase["layers"]) == 6
+        assert all(times["experts"] > 0 and times["attention"] > 0 for times in phase["layers"])
+        assert phase["outside"]["embed"] > 0
+        parts = sum(sum(times.values()) for times in (*phase["layers"], phase["outside"])) + phase["other"]
+        assert parts == pytest.approx(phase["ms_per_token"], rel=0.01)
+    lines = output("bench", demo_model, *options).splitlines()
+    for name, tokens in (("prompt", 80), ("decode", 12)):
+        start = lines.index(f"{name}: milliseconds for each of {tokens} tokens, by layer and op")
+        table = [line.split() for line in lines[start + 1 : start + 12]]
+        assert table[0][0] == "layer"
+        assert set(table[0]) >= {"experts", "matmul", "attention", "route", "total", "%"}
+        assert [row[0] for row in table[1:]] == [*map(str, range(6)), "outside", "other", "total", "%"]
+        assert table[-2][-1] == table[-1][-1] == "100.0"
+        whole = table[0].index("total")
+        assert float(table[-2][whole]) == pytest.approx(sum(float(row[whole]) for row in table[1:-2]), abs=0.001)
+
+
+def test_pin(demo_model: Path, tmp_path: Path) -> None:
+    """Threads on processors of their own give the same text; too many are refused."""
+    text = output("run", "In the beginning", "--max-tokens", 5)
+    assert output("run", "In the beginning", "--max-tokens", 5, "--pin", "--threads", 1) == text
+    heldout = tmp_path / "text.txt"
+    heldout.write_text("In the beginning was the word.")
+    for arguments in (
+        ("run", "In the beginning"),
+        ("chat",),
+        ("perplexity", demo_model, "--text", heldout),
+        ("bench", demo_model),
+    ):
+        done = colibri(*map(str, arguments), "--pin", "--threads", "1024", stdin="")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert re.search(r"threads is 1024 and this process may use \d+ processors", done.stderr)

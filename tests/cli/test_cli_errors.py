@@ -229,3 +229,11 @@ def test_a_template_that_refuses(tmp_path: Path) -> None:
     model = write_tiny(tmp_path / "refuses.cbi", template="{{ raise_exception('ask me nothing') }}")
     assert_fails(colibri("run", model, "--chat", "x"), 1, "ask me nothing")
     assert_fails(colibri("chat", model, stdin="x\n"), 1, "ask me nothing")
+
+
+def test_a_folder_deleted_under_the_command_is_named(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    script = f'rmdir "$PWD"; exec {" ".join(COMMAND)} convert . out.cbi'
+    done = subprocess.run(["sh", "-c", script], cwd=gone, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert_fails(done, 1, "the current folder", "change to one that exists")

@@ -18,7 +18,7 @@ typedef struct naive_matrix {
 
 static inline uint32_t naive_groups(uint32_t cols) { return (cols + 31) / 32; }
 
-static float naive_half(uint16_t half) {
+static inline float naive_half(uint16_t half) {
     const int exponent = half >> 10 & 31;
     const double sign = half & 0x8000 ? -1.0 : 1.0;
     const int fraction = half & 1023;
@@ -29,7 +29,7 @@ static float naive_half(uint16_t half) {
 }
 
 /* Nearest float16 of x, ties to even; NAN where it does not fit. */
-static float naive_round_half(float x) {
+static inline float naive_round_half(float x) {
     if (!isfinite(x) || x == 0.0f) {
         return isfinite(x) ? x : NAN;
     }
@@ -38,7 +38,7 @@ static float naive_round_half(float x) {
     return fabsf(rounded) > 65504.0f ? NAN : copysignf(rounded, x);
 }
 
-static float naive_sum(const float *x, uint32_t n) {
+static inline float naive_sum(const float *x, uint32_t n) {
     float partial[16] = {0};
     for (uint32_t i = 0; i < n; i++) {
         partial[i % 16] += x[i];
@@ -51,9 +51,9 @@ static float naive_sum(const float *x, uint32_t n) {
     return partial[0];
 }
 
-static float naive_sigmoid(float x) { return 1.0f / (1.0f + cb_exp(-x)); }
+static inline float naive_sigmoid(float x) { return 1.0f / (1.0f + cb_exp(-x)); }
 
-static bool naive_quantise(const float *x, uint32_t k, int8_t *codes, float *scales, int16_t *sums) {
+static inline bool naive_quantise(const float *x, uint32_t k, int8_t *codes, float *scales, int16_t *sums) {
     const uint32_t padded = (k + 127) / 128 * 128;
     bool finite = true;
     for (uint32_t block = 0; block < padded / 128; block++) {
@@ -81,7 +81,7 @@ static bool naive_quantise(const float *x, uint32_t k, int8_t *codes, float *sca
     return finite;
 }
 
-static float naive_dot(const naive_matrix *w, uint32_t n, const cb_rows *x, uint32_t row) {
+static inline float naive_dot(const naive_matrix *w, uint32_t n, const cb_rows *x, uint32_t row) {
     float sum = 0.0f;
     if (w->values) {
         for (uint32_t k = 0; k < w->cols; k++) {
@@ -105,8 +105,8 @@ static float naive_dot(const naive_matrix *w, uint32_t n, const cb_rows *x, uint
     return sum;
 }
 
-static void naive_rope(float *y, const float *x, const float *table, uint32_t heads, uint32_t head_dim,
-                       uint32_t rotary_dim, bool interleaved) {
+static inline void naive_rope(float *y, const float *x, const float *table, uint32_t heads, uint32_t head_dim,
+                              uint32_t rotary_dim, bool interleaved) {
     const uint32_t n = rotary_dim / 2;
     memcpy(y, x, (size_t)heads * head_dim * sizeof(float));
     for (uint32_t head = 0; head < heads; head++) {
@@ -121,19 +121,34 @@ static void naive_rope(float *y, const float *x, const float *table, uint32_t he
     }
 }
 
-static void naive_attention(const cb_attention_block *job) {
+/* Element `index` of a state block, which belongs to `key`. */
+static inline float naive_element(uint32_t format, const void *block, const float *scales, size_t index, uint32_t key) {
+    switch (format) {
+    case COLIBRI_STATE_F16:
+        return naive_half(((const uint16_t *)block)[index]);
+    case COLIBRI_STATE_Q8:
+        return (float)((const int8_t *)block)[index] * scales[key];
+    default:
+        return ((const float *)block)[index];
+    }
+}
+
+static inline void naive_attention(const cb_attention_block *job) {
     for (uint32_t row = 0; row < job->count; row++) {
         float p[64] = {0};
         float *out = job->out + row * job->out_stride;
         float block = -INFINITY;
+        bool finite = true;
         if (job->first[row] >= job->last[row]) {
             continue;
         }
         for (uint32_t key = job->first[row]; key < job->last[row]; key++) {
             for (uint32_t d = 0; d < job->key_dim; d++) {
-                p[key] = fmaf(job->k[d * 64 + key], job->q[row * job->q_stride + d], p[key]);
+                const float k = naive_element(job->format, job->k, job->key_scales, d * 64 + key, key);
+                p[key] = fmaf(k, job->q[row * job->q_stride + d], p[key]);
             }
             p[key] = job->scale * p[key];
+            finite = finite && isfinite(p[key]);
             block = p[key] > block ? p[key] : block;
         }
         const float m = block > job->m[row] ? block : job->m[row];
@@ -142,11 +157,12 @@ static void naive_attention(const cb_attention_block *job) {
             p[key] = cb_exp(p[key] - m);
         }
         job->m[row] = m;
-        job->l[row] = fmaf(job->l[row], alpha, naive_sum(p, 64));
+        job->l[row] = finite ? fmaf(job->l[row], alpha, naive_sum(p, 64)) : NAN;
         for (uint32_t d = 0; d < job->value_dim; d++) {
             float sum = out[d] * alpha;
             for (uint32_t key = job->first[row]; key < job->last[row]; key++) {
-                sum = fmaf(p[key], job->v[(size_t)key * job->value_dim + d], sum);
+                const size_t index = (size_t)key * job->value_dim + d;
+                sum = fmaf(p[key], naive_element(job->format, job->v, job->value_scales, index, key), sum);
             }
             out[d] = sum;
         }
@@ -155,12 +171,12 @@ static void naive_attention(const cb_attention_block *job) {
 
 /* ---- packing, as spec/cbi.md describes the layouts ---- */
 
-static void naive_put_half(uint8_t *p, uint16_t half) {
+static inline void naive_put_half(uint8_t *p, uint16_t half) {
     p[0] = (uint8_t)half;
     p[1] = (uint8_t)(half >> 8);
 }
 
-static size_t naive_packed_size(const naive_matrix *w, uint32_t layout) {
+static inline size_t naive_packed_size(const naive_matrix *w, uint32_t layout) {
     const size_t rows = (w->rows + 15) / 16 * 16, cols = (w->cols + 127) / 128 * 128;
     if (w->values) {
         return (layout == CB_LAYOUT_ROWS ? w->rows : rows) * (size_t)w->cols * (w->format == CB_FORMAT_F32 ? 4 : 2);
@@ -169,7 +185,7 @@ static size_t naive_packed_size(const naive_matrix *w, uint32_t layout) {
     return (layout == CB_LAYOUT_ROWS ? w->rows : rows) * cols / 128 * (16 * bits + 8);
 }
 
-static void naive_pack_float(const naive_matrix *w, uint32_t layout, uint8_t *data) {
+static inline void naive_pack_float(const naive_matrix *w, uint32_t layout, uint8_t *data) {
     memset(data, 0, naive_packed_size(w, layout));
     for (uint32_t n = 0; n < w->rows; n++) {
         for (uint32_t k = 0; k < w->cols; k++) {
@@ -185,7 +201,7 @@ static void naive_pack_float(const naive_matrix *w, uint32_t layout, uint8_t *da
     }
 }
 
-static void naive_pack_quantised(const naive_matrix *w, uint32_t layout, uint8_t *data) {
+static inline void naive_pack_quantised(const naive_matrix *w, uint32_t layout, uint8_t *data) {
     const bool eight = w->format == CB_FORMAT_Q8_G32;
     const uint32_t lanes = layout == CB_LAYOUT_ROWS ? 1 : 16;
     const uint32_t rows = (w->rows + lanes - 1) / lanes * lanes, cols = (w->cols + 127) / 128 * 128;

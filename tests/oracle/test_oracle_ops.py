@@ -173,31 +173,38 @@ def test_sigmoid_gate(width: int, tmp_path: Path) -> None:
     run_both(program.write(tmp_path / "model.cbi", "x"), all_tokens(gates)).agree(absolute=1e-36)
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "matmul", "quantised matmul", "gated_activation", "add"])
-def test_infinity_is_an_error_naming_layer_or_output(op: str, tmp_path: Path) -> None:
-    width = 40
+@pytest.mark.parametrize("op", ["add", "rms_norm", "matmul", "quantised matmul", "clamp", "gated_activation"])
+def test_numbers_too_large_are_an_error_naming_layer_and_op(op: str, tmp_path: Path) -> None:
+    """One value of one row is too much for the op, or the op makes infinity that the next one finds."""
+    width, found = 40, "add"
     program = OneOp(width)
     rows = random_rows(15, 4, width)
-    rows[2, 37] = 1e38  # beyond any whole vector; a file holds no infinity, so additions make it
+    rows[2, 37] = 1e38  # beyond any whole vector
     program.input("x", rows)
     program.builder.tokens("y", width)
-    program.op("add", y="x", a="x", b="x")
-    program.op("add", y="x", a="x", b="x")
-    if op == "rms_norm":
-        program.op("rms_norm", y="y", x="x", weight=program.weight("w", np.ones(width)), group=width, epsilon=1e-6)
-    elif op.endswith("matmul"):
-        format = "q8_g32" if op.startswith("quantised") else "f32"
-        program.op("matmul", y="y", x="x", weight=program.weight("w", random_rows(1, width, width), format))
-    elif op == "gated_activation":
-        program.op("gated_activation", y="y", gate="x", up="x", activation=Activation.SILU)
-    else:
+    if op == "add":
         program.op("add", y="y", a="x", b="x")
+        program.op("add", y="y", a="y", b="y")
+    elif op == "rms_norm":
+        program.op("rms_norm", y="y", x="x", weight=program.weight("w", np.ones(width)), group=width, epsilon=1e-6)
+        found = "rms_norm"
+    elif op == "clamp":
+        program.op("gated_activation", y="x", gate="x", up="x", activation=Activation.SILU)
+        program.op("clamp", y="y", x="x", low=-1.0, high=1.0)
+        found = "clamp"
+    else:
+        if op.endswith("matmul"):
+            format = "q8_g32" if op.startswith("quantised") else "f32"
+            weight = program.weight("w", 1000 * random_rows(1, width, width), format)
+            program.op("matmul", y="y", x="x", weight=weight)
+        else:
+            program.op("gated_activation", y="y", gate="x", up="x", activation=Activation.SILU)
+        program.op("add", y="y", a="y", b="y")
     path = program.write(tmp_path / "model.cbi", "y")
-    with pytest.raises(NonFiniteError, match="layer 0"):
+    with pytest.raises(NonFiniteError, match="layer 0, op "):
         ReferenceEngine(path).session().forward([0, 1, 2, 3])
     with colibri.Engine(path) as engine, engine.session(context=8) as session:
-        # The core looks where it multiplies by weights, and at the end.
-        with pytest.raises(NonFiniteError, match="layer 0" if op.endswith("matmul") else "logits"):
+        with pytest.raises(NonFiniteError, match=f"^layer 0, op {found}.*token position 2$"):
             session.forward([0, 1, 2, 3])
         assert session.position == 0
         assert session.forward([0, 1, 3]).shape == (3, width)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from runtime.cpus import CPUS, FLOAT_KERNELS, this_machine_has
 
 import colibri
 from colibri.errors import UsageError
@@ -40,12 +41,6 @@ def sampled(engine: colibri.Engine, seed: int = 3) -> list[int]:
     generation = engine.generate(TOKENS[:9], max_tokens=40, temperature=1.5, top_k=0, top_p=1.0, seed=seed)
     list(generation)
     return generation.tokens
-
-
-def this_machine_has(cpu: str) -> bool:
-    needed = {"scalar": set(), "avx2": {"avx2", "fma", "f16c"}, "avx512": {"avx512bw", "avx512vl", "avx512_vnni"}}[cpu]
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return needed <= set(next((line.split() for line in lines if line.startswith("flags")), []))
 
 
 def test_threads_change_nothing(model: Path | None) -> None:
@@ -112,7 +107,7 @@ def test_saved_and_restored_is_uninterrupted(model: Path | None) -> None:
 
 def test_cpus_change_nothing(model: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
     results, texts, ran = [], [], []
-    for cpu in ("scalar", "avx2", "avx512"):
+    for cpu in CPUS:
         monkeypatch.setenv("COLIBRI_CPU", cpu)
         if not this_machine_has(cpu):
             with pytest.raises(UsageError, match=f"COLIBRI_CPU={cpu}"):
@@ -124,7 +119,8 @@ def test_cpus_change_nothing(model: Path | None, monkeypatch: pytest.MonkeyPatch
             statistics = engine.statistics()
         ran.append(statistics.cpu)
         assert statistics.cpu == cpu
-        assert all(name.endswith(cpu) for name in statistics.kernels.values()), statistics.kernels
+        for weights, name in statistics.kernels.items():
+            assert name.endswith(cpu if weights.startswith("q") else FLOAT_KERNELS.get(cpu, cpu)), name
     assert ran[:1] == ["scalar"]
     assert all(np.array_equal(results[0], other) for other in results[1:])
     assert all(texts[0] == other for other in texts[1:])

@@ -24,6 +24,8 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "colibri_item": native.Item,
     "colibri_sampling": native.Sampling,
     "colibri_sample_result": native.SampleResult,
+    "colibri_latency": native.Latency,
+    "colibri_phase_stats": native.PhaseStats,
     "colibri_stats": native.Stats,
     "colibri_expert_set_stats": native.ExpertSetStats,
 }
@@ -40,6 +42,8 @@ def test_numbers_are_those_of_the_header() -> None:
     assert numbers["COLIBRI_ABI_VERSION"] == native.ABI_VERSION
     assert numbers["COLIBRI_MESSAGE_SIZE"] == native.MESSAGE_SIZE
     assert numbers["COLIBRI_TOP_LOGPROBS"] == native.TOP_LOGPROBS
+    assert numbers["COLIBRI_OP_KINDS"] == native.OP_KINDS
+    assert [numbers[f"COLIBRI_PHASE_{name.upper()}"] for name in native.PHASES] == [0, 1]
     statuses = re.search(r"enum colibri_status \{(.*?)\}", text, re.DOTALL)
     assert statuses is not None
     listed = {int(value) for value in re.findall(r"= (\d+)", statuses[1])}

@@ -107,11 +107,17 @@ class CbiFile:
         return matrices[0], matrices[1], matrices[2]
 
     def verify_digests(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Check CRC32C and SHA-256 of every tensor and expert record (`open` has checked the rest).
+        """Check CRC32C and SHA-256 of every section, tensor and expert record, and that padding is zero: with what
+        `open` has checked that is every byte of the file.
 
         progress is called with (bytes done, bytes in all). Raises ModelFileError naming the damaged part.
         """
-        parts = [(f"tensor {t.name}", t.offset, t.size, t.crc32c, t.sha256) for t in self.tensors]
+        parts = [
+            (f"section {s.type}", s.offset, s.size, s.crc32c, s.sha256)
+            for s in self.sections
+            if not s.flags & layout.DATA
+        ]
+        parts += [(f"tensor {t.name}", t.offset, t.size, t.crc32c, t.sha256) for t in self.tensors]
         for index, expert_set in enumerate(self.expert_sets):
             for number, e in enumerate(expert_set.experts):
                 parts.append((f"expert {number} of set {index}", e.offset, e.size, e.crc32c, e.sha256))
@@ -127,6 +133,25 @@ class CbiFile:
                 self._damaged(what, "CRC32C")
             if digest.sha256 != sha256:
                 self._damaged(what, "SHA-256")
+        for start, end in self._gaps():
+            if any(any(piece) for piece in self._pieces(start, end - start)):
+                self._parser.fail(
+                    f"bytes {start} to {end - 1} are padding and not zero; fetch or convert the file again"
+                )
+
+    def _gaps(self) -> Iterator[tuple[int, int]]:
+        """What lies between the header, the table, the sections, the tensors and the records: [start, end)."""
+        parts = [(0, layout.HEADER.size), (self.header.table_offset, len(self.sections) * layout.SECTION.size)]
+        parts += [(s.offset, s.size) for s in self.sections if not s.flags & layout.DATA]
+        parts += [(t.offset, t.size) for t in self.tensors]
+        parts += [(e.offset, e.size) for expert_set in self.expert_sets for e in expert_set.experts]
+        at = 0
+        for offset, size in sorted(parts):
+            if offset > at:
+                yield at, offset
+            at = max(at, offset + size)
+        if self.header.file_size > at:
+            yield at, self.header.file_size
 
     def _read_table(self) -> list[Section]:
         data = self._read(self.header.table_offset, self.header.section_count * layout.SECTION.size)

@@ -18,11 +18,12 @@ _BUFFER_BYTES = 1 << 20
 class TemporaryFile:
     """Writes beside `path` under another name; `commit` gives it its name, `discard` removes it.
 
+    What is under the name already stays unless it is empty or begins with `magic`, as a file of that `kind` does.
     Files of the same output left by processes that were killed are removed first; those of running ones are held by
     a lock and stay. Raises UsageError for a path that cannot be written to and ModelFileError when writing fails.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, magic: bytes = MAGIC, kind: str = ".cbi file") -> None:
         self.path = path
         if path.is_dir():
             raise UsageError(f"{path} is a folder; give the name of the file to write.")
@@ -31,8 +32,8 @@ class TemporaryFile:
             raise UsageError(f"{path} is not a regular file; choose another output.")
         if not path.parent.is_dir():
             raise UsageError(f"{path.parent} is not a folder; create it or choose another output.")
-        if _holds_something_else(path):
-            raise UsageError(f"{path} exists and is not a .cbi file; remove it or choose another output.")
+        if _holds_something_else(path, magic):
+            raise UsageError(f"{path} exists and is not a {kind}; remove it or choose another output.")
         try:
             self._remove_stale()
             self._temporary, descriptor = self._create()
@@ -116,13 +117,13 @@ class TemporaryFile:
         return ModelFileError(f"{self.path} could not be written: {error.strerror}; nothing was left behind.")
 
 
-def _holds_something_else(path: Path) -> bool:
-    """Whether a model would replace what is no model: a weight shard, a config.json, any file given by mistake."""
+def _holds_something_else(path: Path, magic: bytes) -> bool:
+    """Whether the file would replace what is none of its kind: a weight shard, a config.json, a mistake."""
     try:
         with path.open("rb") as file:
-            start = file.read(len(MAGIC))
+            start = file.read(len(magic))
     except FileNotFoundError:
         return False
     except OSError:
         return True  # it cannot be told, so it stays
-    return start not in (b"", MAGIC)
+    return start not in (b"", magic)

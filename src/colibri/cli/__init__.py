@@ -10,7 +10,7 @@ from contextlib import suppress
 from io import TextIOWrapper
 from typing import Any
 
-from colibri.errors import ColibriError, MemoryBudgetWarning
+from colibri.errors import ColibriError, MemoryBudgetWarning, UsageFileWarning
 
 INTERRUPTED = 130
 
@@ -32,6 +32,9 @@ def main() -> None:
         code = _fail(str(error), error.exit_code)
     except MemoryError:
         code = _fail("not enough memory; use a smaller model or a shorter --context", 1)
+    except FileNotFoundError as error:
+        # Without a name it is os.getcwd, which has no file to name.
+        code = _fail(f"{error.filename or 'the current folder'}: {error.strerror}; change to one that exists", 1)
     except OSError as error:
         code = _fail(f"{error.filename or 'standard output'}: {error.strerror or error}", 1)
     _give_up_output()
@@ -73,7 +76,7 @@ def _run() -> int:
 
 
 def _warn(message: Warning | str, kind: type[Warning], *where: Any) -> None:
-    if issubclass(kind, MemoryBudgetWarning) and sys.stderr is not None:
+    if issubclass(kind, (MemoryBudgetWarning, UsageFileWarning)) and sys.stderr is not None:
         with suppress(OSError):
             print(f"colibri: warning: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
 

@@ -238,6 +238,9 @@ def bench(
     batch: Annotated[int, _option("N", "sequences decoded together", min=1)] = 1,
     repeat: Annotated[int, _option("N", "repetitions; medians are printed", min=1)] = 3,
     topic: Annotated[int | None, _option("K", "draw the tokens from block K of 16 of the ids", min=0, max=15)] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="print the time by layer and op, for prompts and for decoding")
+    ] = False,
     json: Json = False,
     *,
     engine: EngineOptions,
@@ -247,6 +250,16 @@ def bench(
     def call() -> None:
         from colibri.cli.measure import bench_command
 
-        bench_command(model, prompt, generate, batch, repeat, topic, engine, json)
+        bench_command(
+            model,
+            prompt=prompt,
+            generate=generate,
+            batch=batch,
+            repeat=repeat,
+            topic=topic,
+            profile=profile,
+            options=engine,
+            as_json=json,
+        )
 
     return call

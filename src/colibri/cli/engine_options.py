@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -28,6 +29,10 @@ Ram = Annotated[
 ]
 _OPTIONS: dict[str, Any] = {
     "threads": Threads,
+    "pin": Annotated[
+        bool,
+        typer.Option("--pin", help="keep each thread on a processor of its own; for one process on these processors"),
+    ],
     "ram": Ram,
     "expert_cache": Annotated[
         str | None, option("SIZE", "of it for experts [default: what the rest of the model leaves]")
@@ -49,8 +54,12 @@ _OPTIONS: dict[str, Any] = {
     ],
     "mlock": Annotated[bool, typer.Option("--mlock", help="keep the experts' memory from being swapped out")],
     "huge_pages": Annotated[str | None, option("SIZE", "for experts: 2M, 1G or off [default: off]")],
+    "usage_file": Annotated[
+        Path | None,
+        option("FILE", "keep counts of used experts in FILE, and read the most used first at the start"),
+    ],
 }
-_DEFAULTS: dict[str, Any] = {"mlock": False}
+_DEFAULTS: dict[str, Any] = {"mlock": False, "pin": False}
 
 
 def with_engine_options(command: F) -> F:

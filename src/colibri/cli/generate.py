@@ -15,7 +15,7 @@ from colibri.cli.engine_options import EngineOptions
 from colibri.cli.output import write, write_json
 from colibri.cli.warming import warming
 from colibri.errors import ColibriError, UsageError
-from colibri.runtime.backend import Statistics
+from colibri.runtime.backend import LatencyStatistics, Statistics
 from colibri.runtime.engine import Engine
 
 
@@ -140,5 +140,25 @@ def print_statistics(statistics: Statistics) -> None:
         if seconds > 0:
             times.add_row(name, f"{seconds * 1e3:.2f}", f"{100 * seconds / total:.1f}")
     console.print(times)
+    for name, phase in statistics.phases.items():
+        if phase.passes:
+            console.print(
+                f"{name}: {phase.tokens} tokens in {phase.passes} passes, {phase.seconds:.3f} s, "
+                f"{phase.parallel_regions / phase.passes:.0f} parallel regions in each"
+            )
+            if phase.dispatch.count or phase.dispatch_switched.count or phase.dispatch_missed:
+                console.print(
+                    f"  router to the last thread's first expert task: {_latency(phase.dispatch)}; "
+                    f"with a context switch: {_latency(phase.dispatch_switched)}; missed {phase.dispatch_missed}"
+                )
     if statistics.expert_sets:
         print_experts(console, statistics)
+
+
+def _latency(latency: LatencyStatistics) -> str:
+    if not latency.count:
+        return "none"
+    return (
+        f"{latency.count} times, mean {latency.mean * 1e6:.1f} us, p50 {latency.p50 * 1e6:.1f}, "
+        f"p99 {latency.p99 * 1e6:.1f}, largest {latency.largest * 1e6:.1f}"
+    )

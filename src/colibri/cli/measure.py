@@ -6,12 +6,14 @@ import math
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from colibri.cli.engine_options import EngineOptions
 from colibri.cli.generate import read_text
 from colibri.cli.output import write, write_json
+from colibri.cli.profile import phase_profile, profile_table
 from colibri.errors import ColibriError, UsageError
 from colibri.runtime.engine import Engine
 from colibri.runtime.memory_limits import process_memory
@@ -54,11 +56,13 @@ def perplexity_command(model: Path, text: Path, context: int | None, options: En
 
 def bench_command(
     model: Path,
+    *,
     prompt: int,
     generate: int,
     batch: int,
     repeat: int,
     topic: int | None,
+    profile: bool,
     options: EngineOptions,
     as_json: bool,
 ) -> None:
@@ -94,7 +98,9 @@ def bench_command(
         for session in sessions:
             session.close()
     latencies.sort()
-    result = {
+    p50, p99 = latencies[len(latencies) // 2], latencies[int(len(latencies) * 0.99)]
+    decode = done.phases["decode"]
+    result: dict[str, Any] = {
         "engine": "colibri",
         "model": str(model),
         "threads": done.threads,
@@ -103,15 +109,27 @@ def bench_command(
         "load_s": round(load, 3),
         "prompt_tokens_per_s": round(statistics.median(prompt_rates), 2),
         "decode_tokens_per_s": round(statistics.median(decode_rates), 2),
-        "decode_p50_ms": round(1e3 * latencies[len(latencies) // 2], 3),
-        "decode_p99_ms": round(1e3 * latencies[int(len(latencies) * 0.99)], 3),
+        "decode_p50_ms": round(1e3 * p50, 3),
+        "decode_p99_ms": round(1e3 * p99, 3),
+        "decode_p99_over_p50": round(p99 / p50, 3),
+        "decode_regions_per_pass": round(decode.parallel_regions / decode.passes, 1),
+        "dispatch_mean_us": round(1e6 * decode.dispatch.mean, 2),
+        "dispatch_p99_us": round(1e6 * decode.dispatch.p99, 2),
+        "dispatch_count": decode.dispatch.count,
+        "dispatch_switched_count": decode.dispatch_switched.count,
+        "dispatch_switched_p99_us": round(1e6 * decode.dispatch_switched.p99, 2),
+        "dispatch_missed": decode.dispatch_missed,
         "peak_rss_mib": _peak_rss_mib(),
     }
+    phases = {name: phase_profile(phase) for name, phase in done.phases.items()} if profile else {}
     if as_json:
-        write_json(result)
-    else:
-        for name, value in result.items():
-            write(f"{name:22} {value}")
+        write_json(result | ({"profile": phases} if profile else {}))
+        return
+    for name, value in result.items():
+        write(f"{name:24} {value}")
+    for name, phase in phases.items():
+        write(f"\n{name}: milliseconds for each of {phase['tokens']} tokens, by layer and op")
+        write(profile_table(phase))
 
 
 def _decode(engine: Engine, items: list[tuple[Session, list[int]]]) -> None:

@@ -60,10 +60,12 @@ def embed(table: Weight, tokens: np.ndarray) -> np.ndarray:
 def rms_norm(x: np.ndarray, weight: Weight, group: int, epsilon: float) -> np.ndarray:
     """Each group of `group` consecutive values (a row, or a head) is divided by its root mean square:
 
-    y = x / sqrt(mean(x^2) + epsilon) * weight.
+    y = x / sqrt(mean(x^2) + epsilon) * weight. Raises NonFiniteError where the sum of squares is beyond float32.
     """
     groups = x.astype(np.float64).reshape(len(x), -1, group)
-    mean_square = np.mean(groups**2, axis=2, keepdims=True)
+    squares = np.sum(groups**2, axis=2, keepdims=True)
+    require_finite(squares.astype(np.float32), "op rms_norm, the sum of squares")
+    mean_square = squares / group
     y = groups / np.sqrt(mean_square + epsilon) * weight.vector
     return y.reshape(x.shape).astype(np.float32)
 

@@ -23,7 +23,9 @@ from colibri.runtime.sizes import parse_size
 DEFAULT_PREFETCH_DEPTH = 1
 _MOST_SESSIONS = 1 << 20
 # What decides where weights lie and how they are read, which the reference does in its own way.
-_NATIVE_ONLY = ("ram", "expert_cache", "io_threads", "io", "verify", "prefetch_depth", "mlock", "huge_pages")
+_NATIVE_ONLY = (
+    "ram", "pin", "expert_cache", "io_threads", "io", "verify", "prefetch_depth", "mlock", "huge_pages", "usage_file",
+)  # fmt: skip
 
 
 def whole_number(name: str, value: int | None, low: int, high: int) -> int:
@@ -52,6 +54,7 @@ class EngineArguments:
     context: int | None = None
     sessions: int = 1
     max_batch_tokens: int | None = None
+    pin: bool = False
     expert_cache: str | int | None = None
     io_threads: int | None = None
     io: str = "auto"
@@ -59,6 +62,7 @@ class EngineArguments:
     prefetch_depth: int | None = None
     mlock: bool = False
     huge_pages: str = "off"
+    usage_file: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         whole_number("threads", self.threads, 1, 1024)
@@ -90,6 +94,7 @@ class EngineArguments:
             prefetch_depth=depth,
             lock_memory=self.mlock,
             guard=_debug_guard(),
+            pin=self.pin,
         )
 
     def wishes(self, name: str, context: int) -> Wishes:

@@ -22,7 +22,7 @@ MAX_PREFETCH_DEPTH = 8
 
 @dataclass(frozen=True)
 class NativeOptions:
-    """How the core keeps a model in memory. 0 is the core's default; sizes are bytes."""
+    """How the core runs a model and keeps it in memory. 0 is the core's default; sizes are bytes."""
 
     max_batch_tokens: int = 0
     io_threads: int = 0
@@ -32,6 +32,7 @@ class NativeOptions:
     prefetch_depth: int = 0
     lock_memory: bool = False
     guard: bool = False
+    pin: bool = False  # each thread on a processor of its own
     expert_bytes: int = 0  # 0: room for all
     state_bytes: int = 0  # of all open sessions together; 0: no limit
 
@@ -81,11 +82,42 @@ class ExpertSetStatistics:
 
 
 @dataclass(frozen=True)
+class LatencyStatistics:
+    """Seconds; the percentiles are at most a sixteenth above the true ones."""
+
+    count: int = 0
+    mean: float = 0.0
+    p50: float = 0.0
+    p99: float = 0.0
+    largest: float = 0.0
+
+
+@dataclass(frozen=True)
+class PhaseStatistics:
+    """One kind of pass: decoding (one token of each item) or prompts (any other).
+
+    Dispatch is the time from a router's output to the moment when the last thread begins its first task on the
+    experts; `dispatch_switched` has the times in which a thread had a context switch, `dispatch_missed` counts those
+    in which the others had done all the work before one came.
+    """
+
+    tokens: int
+    passes: int
+    seconds: float
+    parallel_regions: int  # times that work was shared out to the threads and waited for
+    dispatch: LatencyStatistics
+    dispatch_switched: LatencyStatistics
+    dispatch_missed: int
+    seconds_by_layer: tuple[dict[str, float], ...]  # for each layer: op -> seconds
+    seconds_outside: dict[str, float]  # ops outside any layer
+
+
+@dataclass(frozen=True)
 class Statistics:
     """Counted since the engine was opened; times are seconds of wall clock."""
 
     vm: str  # "native" or "reference"
-    cpu: str  # kernel set: scalar, avx2, avx512
+    cpu: str  # kernel set: scalar, avx2, avxvnni, avx512, amx, neon, i8mm
     threads: int
     tokens: int
     passes: int
@@ -96,6 +128,7 @@ class Statistics:
     expert_bytes: int  # of these, expert slots
     scratch_bytes: int
     expert_sets: tuple[ExpertSetStatistics, ...]
+    phases: dict[str, PhaseStatistics]  # "prompt" and "decode"
     resident: bool = True  # every expert stays in memory
     is_direct: bool = False  # experts are read past the page cache
     predicted_passes: int = 0

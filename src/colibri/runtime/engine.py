@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -13,7 +14,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from colibri.errors import ColibriError, TemplateError, UsageError
+from colibri.errors import ColibriError, TemplateError, UsageError, UsageFileWarning
 from colibri.runtime.arguments import EngineArguments, whole_number
 from colibri.runtime.backend import Backend, ForwardItem, Statistics
 from colibri.runtime.budget import Budget
@@ -23,6 +24,7 @@ from colibri.runtime.model_text import ModelText
 from colibri.runtime.opening import open_backend, plan_engine
 from colibri.runtime.sampling import Sampler, SamplingOptions
 from colibri.runtime.session import Session, token_array
+from colibri.runtime.usage_file import UsageFile
 from colibri.tokenizer import Tokenizer
 
 
@@ -42,6 +44,9 @@ class Engine:
         model's limit, at most 4096). More sessions open as long as memory is left.
     max_batch_tokens: tokens computed together (more are done in several passes); memory
         grows with it, the results do not change. None lets the budget decide.
+    pin: keep each thread on a processor of its own (the calling thread while it computes). Two processes that may
+        use the same processors would take the same ones, so give each a mask of its own first (taskset).
+        UsageError when there are more threads than processors.
     expert_cache: memory for experts, bytes or text; None takes what the rest leaves of `ram`. What does not fit is
         read from the file when a layer asks for it; what is computed stays the same.
     io_threads: threads that read experts, at most 16; None is 2.
@@ -51,9 +56,11 @@ class Engine:
     prefetch_depth: predict the experts of so many coming layers and read them ahead, at most 8; None is 1, 0 off.
     mlock, huge_pages ("2M" or "1G"): memory for experts is locked, or of huge pages; MemoryBudgetWarning when the
         system does not allow it.
-    Environment: COLIBRI_CPU=scalar|avx2|avx512 forces a kernel set, COLIBRI_VM=reference runs
-    the NumPy definition of the ops instead of the core, without a budget, COLIBRI_DEBUG=guard makes memory without an
-    expert inaccessible.
+    usage_file: a file, made when there is none, that keeps how often each expert was used: those used most are read
+        first when the engine opens; `close` adds this run. UsageFileWarning when it is damaged or cannot be written.
+    Environment: COLIBRI_CPU=scalar|avx2|avxvnni|avx512|amx|neon|i8mm forces a kernel set,
+    COLIBRI_VM=reference runs the NumPy definition of the ops instead of the core, without a budget,
+    COLIBRI_DEBUG=guard makes memory without an expert inaccessible.
     Raises ModelFileError, UsageError, MemoryBudgetError when the model does not fit, OutOfMemoryError.
     """
 
@@ -67,6 +74,7 @@ class Engine:
         context: int | None = None,
         sessions: int = 1,
         max_batch_tokens: int | None = None,
+        pin: bool = False,
         expert_cache: str | int | None = None,
         io_threads: int | None = None,
         io: str = "auto",
@@ -74,11 +82,12 @@ class Engine:
         prefetch_depth: int | None = None,
         mlock: bool = False,
         huge_pages: str = "off",
+        usage_file: str | os.PathLike[str] | None = None,
     ):
         arguments = EngineArguments(
             threads=threads, kv=kv, ram=ram, context=context, sessions=sessions, max_batch_tokens=max_batch_tokens,
-            expert_cache=expert_cache, io_threads=io_threads, io=io, verify=verify, prefetch_depth=prefetch_depth,
-            mlock=mlock, huge_pages=huge_pages,
+            pin=pin, expert_cache=expert_cache, io_threads=io_threads, io=io, verify=verify,
+            prefetch_depth=prefetch_depth, mlock=mlock, huge_pages=huge_pages, usage_file=usage_file,
         )  # fmt: skip
         self.path = Path(path) if path is not None else demo_model_path()
         self._text = ModelText.read(self.path)
@@ -86,8 +95,13 @@ class Engine:
         self._state_format = arguments.state_format
         self._sessions: WeakSet[Session] = WeakSet()
         self._lock = threading.Lock()
+        self._usage_file: UsageFile | None = None
+        if usage_file is not None:
+            self._usage_file = UsageFile(Path(usage_file), self._text.digest, self._text.expert_counts)
+            if self._usage_file.damage:
+                warnings.warn(self._usage_file.damage, UsageFileWarning, stacklevel=2)
         self.backend: Backend
-        self.backend, self.budget = open_backend(self._text, arguments)
+        self.backend, self.budget = open_backend(self._text, arguments, self._usage_file)
 
     @staticmethod
     def plan(path: str | os.PathLike[str] | None = None, **arguments: Any) -> Budget:
@@ -234,7 +248,18 @@ class Engine:
             sessions = list(self._sessions)
         for session in sessions:
             session.close()
-        self.backend.close()
+        usage_file, self._usage_file = self._usage_file, None
+        try:
+            used = self.statistics() if usage_file else None
+            self.backend.close()
+        except ColibriError:
+            self._usage_file = usage_file
+            raise
+        if usage_file and used and used.tokens:
+            try:
+                usage_file.add(used.tokens, [one.tokens_per_expert for one in used.expert_sets])
+            except ColibriError as error:
+                warnings.warn(f"what this run used is not kept: {error}", UsageFileWarning, stacklevel=2)
 
     def run_one(self, item: ForwardItem) -> np.ndarray:
         """Run one item; raises its error."""

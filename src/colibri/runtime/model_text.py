@@ -23,6 +23,8 @@ class ModelText:
         self.settings: dict[str, Any] = file.settings
         self.context_limit = file.program.context_limit
         self.vocabulary_size = file.program.vocabulary_size
+        self.digest: bytes = file.digest
+        self.expert_counts = tuple(len(one.experts) for one in file.expert_sets)
         self.has_tokenizer = file.tokenizer_json is not None
         self._tokenizer_json = file.tokenizer_json
         self._chat_template = file.chat_template

@@ -21,6 +21,8 @@ from colibri.errors import (
 ABI_VERSION = 2
 MESSAGE_SIZE = 512
 TOP_LOGPROBS = 20
+OP_KINDS = 32
+PHASES = ("prompt", "decode")
 OK = 0
 UNSUPPORTED = 4
 OUT_OF_MEMORY = 5
@@ -42,7 +44,7 @@ _ERRORS: dict[int, type[ColibriError]] = {
 
 
 class RuntimeOptions(c.Structure):
-    _fields_ = (("threads", c.c_uint32), ("cpu", c.c_char_p), ("system_root", c.c_char_p))
+    _fields_ = (("threads", c.c_uint32), ("cpu", c.c_char_p), ("system_root", c.c_char_p), ("pin", c.c_uint32))
 
 
 class EngineOptions(c.Structure):
@@ -135,14 +137,37 @@ class SampleResult(c.Structure):
     )
 
 
+class Latency(c.Structure):
+    _fields_ = (
+        ("count", c.c_uint64),
+        ("sum", c.c_uint64),
+        ("p50", c.c_uint64),
+        ("p99", c.c_uint64),
+        ("largest", c.c_uint64),
+    )
+
+
+class PhaseStats(c.Structure):
+    _fields_ = (
+        ("tokens", c.c_uint64),
+        ("passes", c.c_uint64),
+        ("nanoseconds", c.c_uint64),
+        ("parallel_regions", c.c_uint64),
+        ("dispatch", Latency),
+        ("dispatch_switched", Latency),
+        ("dispatch_missed", c.c_uint64),
+    )
+
+
 class Stats(c.Structure):
     _fields_ = (
         ("tokens", c.c_uint64),
         ("passes", c.c_uint64),
         ("nanoseconds", c.c_uint64),
-        ("op_nanoseconds", c.c_uint64 * 32),
+        ("op_nanoseconds", c.c_uint64 * OP_KINDS),
         ("cpu", c.c_char * 16),
         ("matmul", (c.c_char * 32) * 16),
+        ("phases", PhaseStats * len(PHASES)),
         ("resident", c.c_uint32),
         ("is_direct", c.c_uint32),
         ("predicted_passes", c.c_uint64),
@@ -231,6 +256,7 @@ _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
         ),
     ),
     "colibri_get_stats": (None, (c.c_void_p, c.POINTER(Stats))),
+    "colibri_get_profile": (c.c_int, (c.c_void_p, c.c_int, c.c_void_p)),
     "colibri_get_expert_stats": (
         c.c_int,
         (c.c_void_p, c.c_uint32, c.POINTER(ExpertSetStats), c.c_void_p),

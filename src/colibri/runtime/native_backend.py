@@ -24,8 +24,10 @@ from colibri.runtime.backend import (
     VERIFY_MODES,
     ExpertSetStatistics,
     ForwardItem,
+    LatencyStatistics,
     MemoryPlan,
     NativeOptions,
+    PhaseStatistics,
     Statistics,
 )
 from colibri.runtime.budget import array_bytes
@@ -39,25 +41,25 @@ _LOGITS_MODES = {"none": 0, "last": 1, "all": 2}
 class _Runtime:
     """Threads shared by all engines of a process that ask for the same count and CPU; freed with the last of them."""
 
-    _open: ClassVar[weakref.WeakValueDictionary[tuple[int, int, str], _Runtime]] = weakref.WeakValueDictionary()
+    _open: ClassVar[weakref.WeakValueDictionary[tuple[int, int, str, bool], _Runtime]] = weakref.WeakValueDictionary()
     _lock = threading.Lock()
 
-    def __init__(self, threads: int, cpu: str):
+    def __init__(self, threads: int, cpu: str, pin: bool):
         self.handle = c.c_void_p()
-        options = native.RuntimeOptions(threads, cpu.encode() or None, None)
+        options = native.RuntimeOptions(threads, cpu.encode() or None, None, pin)
         message = native.message_buffer()
         status = library.colibri_init(c.byref(options), c.byref(self.handle), message, len(message))
         native.check(status, message, UsageError)
         _at_collection(self, library.colibri_free, self.handle)
 
     @classmethod
-    def shared(cls, threads: int, cpu: str) -> _Runtime:
+    def shared(cls, threads: int, cpu: str, pin: bool) -> _Runtime:
         # The process id is part of the key: a forked child must not use its parent's threads.
-        key = (os.getpid(), threads, cpu)
+        key = (os.getpid(), threads, cpu, pin)
         with cls._lock:
             runtime = cls._open.get(key)
             if runtime is None:
-                runtime = cls._open[key] = cls(threads, cpu)
+                runtime = cls._open[key] = cls(threads, cpu, pin)
             return runtime
 
 
@@ -171,7 +173,7 @@ class NativeBackend:
     def __init__(self, path: Path, threads: int, cpu: str, options: NativeOptions, result_limit: int | None = None):
         """result_limit: bytes that the results of one call may have; None: any."""
         self._result_limit = result_limit
-        self._runtime = runtime = _Runtime.shared(threads, cpu)
+        self._runtime = runtime = _Runtime.shared(threads, cpu, options.pin)
         self._lock = threading.Lock()
         self._handle = run_abandonable(lambda: _open_engine(runtime, path, options), library.colibri_engine_close)
         self._finalizer = _at_collection(self, library.colibri_engine_close, self._handle, runtime)
@@ -290,6 +292,25 @@ class NativeBackend:
             all_expert_bytes=self._info.all_expert_bytes,
             token_expert_bytes=self._info.token_expert_bytes,
             warning=stats.warning.decode("utf-8", "replace"),
+            phases={name: self._phase(number, stats.phases[number]) for number, name in enumerate(native.PHASES)},
+        )
+
+    def _phase(self, number: int, stats: native.PhaseStats) -> PhaseStatistics:
+        profile = np.zeros((self._info.layer_count + 1, native.OP_KINDS), np.uint64)
+        library.colibri_get_profile(self.handle, number, profile.ctypes.data)
+        *layers, outside = [
+            {BY_NUMBER[op].name: float(row[op]) * 1e-9 for op in np.flatnonzero(row).tolist()} for row in profile
+        ]
+        return PhaseStatistics(
+            tokens=stats.tokens,
+            passes=stats.passes,
+            seconds=stats.nanoseconds * 1e-9,
+            parallel_regions=stats.parallel_regions,
+            dispatch=_latency(stats.dispatch),
+            dispatch_switched=_latency(stats.dispatch_switched),
+            dispatch_missed=stats.dispatch_missed,
+            seconds_by_layer=tuple(layers),
+            seconds_outside=outside,
         )
 
     def _set_statistics(self, index: int) -> ExpertSetStatistics:
@@ -341,6 +362,11 @@ class NativeBackend:
             del self._runtime
 
 
+def _latency(stats: native.Latency) -> LatencyStatistics:
+    mean = stats.sum / stats.count if stats.count else 0.0
+    return LatencyStatistics(stats.count, mean * 1e-9, stats.p50 * 1e-9, stats.p99 * 1e-9, stats.largest * 1e-9)
+
+
 def _native_options(options: NativeOptions) -> native.EngineOptions:
     return native.EngineOptions(
         max_batch_tokens=options.max_batch_tokens,
@@ -374,7 +400,7 @@ def plan_memory(
 
     Raises ModelFileError, UnsupportedModelError, UsageError.
     """
-    runtime = _Runtime.shared(threads, cpu)
+    runtime = _Runtime.shared(threads, cpu, options.pin)
     given, session = _native_options(options), native.SessionOptions(context, state_format)
     plan, message = native.MemoryPlan(), native.message_buffer()
     status = library.colibri_plan_memory(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,36 @@ from colibri.errors import ColibriError
 from colibri.program import Op
 from colibri.program.ops import BY_NUMBER, Opcode
 from colibri.reference import ReferenceEngine, ReferenceSession, Routing
-from colibri.runtime.backend import STATE_FORMATS, ExpertSetStatistics, ForwardItem, Statistics
+from colibri.runtime.backend import (
+    STATE_FORMATS,
+    ExpertSetStatistics,
+    ForwardItem,
+    LatencyStatistics,
+    PhaseStatistics,
+    Statistics,
+)
+
+
+@dataclass
+class _Phase:
+    layers: int
+    tokens: int = 0
+    passes: int = 0
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.by_layer: list[dict[str, float]] = [{} for _ in range(self.layers + 1)]  # the last is outside any
+
+    def count(self, op: Op, seconds: float) -> None:
+        times = self.by_layer[-1 if op.layer is None else op.layer]
+        name = BY_NUMBER[op.opcode].name
+        times[name] = times.get(name, 0.0) + seconds
+
+    def statistics(self) -> PhaseStatistics:
+        *layers, outside = map(dict, self.by_layer)
+        never = LatencyStatistics()
+        return PhaseStatistics(self.tokens, self.passes, self.seconds, 0, never, never, 0, tuple(layers), outside)
+
 
 _FORMAT_NAMES = {number: name for name, number in STATE_FORMATS.items()}
 
@@ -28,10 +58,10 @@ class ReferenceBackend:
         self._engine.trace = self._count
         self.vocabulary_size = self._engine.vocabulary_size
         self.context_limit = self._engine.context_limit
-        self._tokens = self._passes = 0
-        self._seconds = 0.0
         self._op_started = 0.0
-        self._seconds_by_op = {info.name: 0.0 for info in BY_NUMBER.values()}
+        layers = max((op.layer + 1 for op in self._engine.model.program.ops if op.layer is not None), default=0)
+        self._phases = {"prompt": _Phase(layers), "decode": _Phase(layers)}
+        self._phase = self._phases["prompt"]
         expert_sets = self._engine.model.expert_sets
         self._tokens_per_expert = [np.zeros(len(experts), np.int64) for experts in expert_sets]
         self._experts_computed = [0] * len(expert_sets)
@@ -51,28 +81,31 @@ class ReferenceBackend:
         for item in items:
             started = self._op_started = time.perf_counter()
             session: ReferenceSession = item.session
+            self._phase = self._phases["decode" if len(item.tokens) == 1 else "prompt"]
             try:
                 result = session.score(item.tokens) if item.scores else session.forward(item.tokens, item.logits)
                 results.append(result)
-                self._tokens += len(item.tokens)
-                self._passes += 1
+                self._phase.tokens += len(item.tokens)
+                self._phase.passes += 1
             except ColibriError as error:
                 results.append(error)
-            self._seconds += time.perf_counter() - started
+            self._phase.seconds += time.perf_counter() - started
         return results
 
     def statistics(self) -> Statistics:
         weights = sum(weight.values.nbytes for weight in self._engine.model.weights)
         experts = [self._expert_bytes(number) for number in range(len(self._layers))]
         counts = self._tokens_per_expert
+        phases = {name: phase.statistics() for name, phase in self._phases.items()}
+        times = [row for phase in self._phases.values() for row in phase.by_layer]
         return Statistics(
             vm="reference",
             cpu="numpy",
             threads=1,
-            tokens=self._tokens,
-            passes=self._passes,
-            seconds=self._seconds,
-            seconds_by_op=dict(self._seconds_by_op),
+            tokens=sum(phase.tokens for phase in phases.values()),
+            passes=sum(phase.passes for phase in phases.values()),
+            seconds=sum(phase.seconds for phase in phases.values()),
+            seconds_by_op={info.name: sum(row.get(info.name, 0.0) for row in times) for info in BY_NUMBER.values()},
             kernels={},
             weight_bytes=weights + sum(size * len(count) for size, count in zip(experts, counts, strict=True)),
             expert_bytes=sum(size * len(count) for size, count in zip(experts, counts, strict=True)),
@@ -88,6 +121,7 @@ class ReferenceBackend:
                 )
                 for number, count in enumerate(counts)
             ),
+            phases=phases,
         )
 
     def close(self) -> None:
@@ -99,7 +133,7 @@ class ReferenceBackend:
 
     def _count(self, _index: int, op: Op, result: np.ndarray | Routing) -> None:
         now = time.perf_counter()
-        self._seconds_by_op[BY_NUMBER[op.opcode].name] += now - self._op_started
+        self._phase.count(op, now - self._op_started)
         self._op_started = now
         if isinstance(result, Routing):
             self._routing = result

@@ -1,0 +1,3 @@
+/* Quantised matmul of this ISA: one source for neon and i8mm. */
+#define VEC_ISA i8mm
+#include "kernels/matmul_q_neon_tmpl.h"

@@ -1,0 +1,8 @@
+"""The scripts of bench/ are programs, not a package: they find each other in their own folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
