@@ -6,18 +6,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from colibri.cbi import CbiFile
 from colibri.cli.engine_options import EngineOptions
 from colibri.cli.output import write, write_json
 from colibri.runtime.budget import Budget
 from colibri.runtime.engine import Engine
+from colibri.runtime.model_text import ModelText
 from colibri.runtime.prediction import Prediction, Speeds, predict
 from colibri.runtime.probe_model import token_bytes
 from colibri.runtime.sizes import format_size
+from colibri.runtime.usage_file import UsageFile
 
 _PROMPT_TOKENS = 1024
 _BAR = 40
 _DEFAULT_IO_THREADS = 2
+_BOUNDS = {"memory": "the memory's speed", "disk": "the disk", "arithmetic": "arithmetic"}
 
 
 def plan_command(
@@ -36,11 +41,24 @@ def plan_command(
     prompt = min(_PROMPT_TOKENS, budget.wishes.context)
     prompt_speed = machine.prompt_speed(compute, min(prompt, budget.max_batch_tokens))
     speeds = Speeds(compute["decode"], prompt_speed, disk["bytes_per_second"])
-    prediction = predict(budget, weights, speeds, _resident_share(budget), prompt)
+    shares = {"uniform": _resident_share(budget)}
+    if options.get("usage_file") is not None:
+        text = ModelText.read(model)
+        counts = UsageFile(Path(options["usage_file"]), text.digest, text.expert_counts).counts
+        if any(count.any() for count in counts):
+            shares["recorded"] = recorded_share(counts, shares["uniform"])
+    predictions = {name: predict(budget, weights, speeds, share, prompt) for name, share in shares.items()}
     if as_json:
-        write_json(_object(budget, speeds, prediction, bool(disk["is_direct"])))
+        write_json(_object(budget, speeds, predictions, bool(disk["is_direct"])))
     else:
-        _print(budget, speeds, prediction, bool(disk["is_direct"]))
+        _print(budget, speeds, predictions, bool(disk["is_direct"]))
+
+
+def recorded_share(counts: list[np.ndarray], resident_share: float) -> float:
+    """Of the experts that tokens ask for, those in memory when it holds that share of all, the most used ones."""
+    layers = [count / count.sum() for count in counts if count.any()]
+    uses = np.sort(np.concatenate(layers))[::-1]
+    return float(uses[: round(len(uses) * resident_share)].sum() / len(layers))
 
 
 def _resident_share(budget: Budget) -> float:
@@ -48,7 +66,7 @@ def _resident_share(budget: Budget) -> float:
     return min(1.0, budget.expert_bytes / budget.model.all_expert_bytes) if budget.model.all_expert_bytes else 1.0
 
 
-def _object(budget: Budget, speeds: Speeds, prediction: Prediction, is_direct: bool) -> dict[str, Any]:
+def _object(budget: Budget, speeds: Speeds, predictions: dict[str, Prediction], is_direct: bool) -> dict[str, Any]:
     model = budget.model
     return {
         "model": budget.wishes.name,
@@ -67,11 +85,11 @@ def _object(budget: Budget, speeds: Speeds, prediction: Prediction, is_direct: b
             **{f"{name}_bytes_per_second": round(value) for name, value in asdict(speeds).items()},
             "disk_is_direct": is_direct,
         },
-        "uniform": asdict(prediction),
+        **{name: asdict(prediction) for name, prediction in predictions.items()},
     }
 
 
-def _print(budget: Budget, speeds: Speeds, prediction: Prediction, is_direct: bool) -> None:
+def _print(budget: Budget, speeds: Speeds, predictions: dict[str, Prediction], is_direct: bool) -> None:
     model = budget.model
     write(f"{budget.wishes.name} in {format_size(budget.ram or budget.needed)}")
     write("")
@@ -90,18 +108,15 @@ def _print(budget: Budget, speeds: Speeds, prediction: Prediction, is_direct: bo
     write("")
     write(f"  this machine reads weights at {speeds.decode / 1e9:.1f} GB/s while decoding, "
           f"{'past' if is_direct else 'through'} the page cache experts at {speeds.disk / 1e9:.2f} GB/s")  # fmt: skip
-    write(f"  decode      {prediction.decode:.1f} tokens/s, bound by {_bound(prediction.decode_bound)}"
-          + (f"; {format_size(int(prediction.decode_bytes_read))} read for each token"
-             if prediction.decode_bytes_read else ""))  # fmt: skip
-    write(f"  prompt      {prediction.prompt:.0f} tokens/s, bound by {_bound(prediction.prompt_bound)}")
-    if not budget.is_resident:
+    for name, prediction in predictions.items():
+        title = {"uniform": "if routing is uniform", "recorded": "with the usage recorded"}[name]
+        read = f"; {format_size(int(prediction.decode_bytes_read))} read for each token"
         write("")
-        write("  That is for uniform routing; a text that keeps to some experts needs fewer reads.")
+        write(f"  {title}:")
+        write(f"  decode      {prediction.decode:.1f} tokens/s, bound by {_BOUNDS[prediction.decode_bound]}"
+              + (read if prediction.decode_bytes_read >= 1 else ""))  # fmt: skip
+        write(f"  prompt      {prediction.prompt:.0f} tokens/s, bound by {_BOUNDS[prediction.prompt_bound]}")
 
 
 def _left(budget: Budget) -> str:
     return f"; {format_size(budget.left)} left for more sessions and results" if budget.left else ""
-
-
-def _bound(what: str) -> str:
-    return {"memory": "the memory's speed", "disk": "the disk", "arithmetic": "arithmetic"}[what]

@@ -24,17 +24,8 @@ DEFAULT_PREFETCH_DEPTH = 1
 _MOST_SESSIONS = 1 << 20
 # What decides where weights lie and how they are read, which the reference does in its own way.
 _NATIVE_ONLY = (
-    "ram",
-    "expert_cache",
-    "io_threads",
-    "io",
-    "verify",
-    "prefetch_depth",
-    "mlock",
-    "huge_pages",
-    "pin",
-    "usage_file",
-)
+    "ram", "pin", "expert_cache", "io_threads", "io", "verify", "prefetch_depth", "mlock", "huge_pages", "usage_file",
+)  # fmt: skip
 
 
 def whole_number(name: str, value: int | None, low: int, high: int) -> int:
@@ -63,6 +54,7 @@ class EngineArguments:
     context: int | None = None
     sessions: int = 1
     max_batch_tokens: int | None = None
+    pin: bool = False
     expert_cache: str | int | None = None
     io_threads: int | None = None
     io: str = "auto"
@@ -70,7 +62,6 @@ class EngineArguments:
     prefetch_depth: int | None = None
     mlock: bool = False
     huge_pages: str = "auto"
-    pin: bool = False
     usage_file: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -22,7 +21,6 @@ from colibri.runtime.budget import Budget
 from colibri.runtime.generation import Generation, GenerationDefaults
 from colibri.runtime.interruptible import run_interruptible
 from colibri.runtime.model_text import ModelText
-from colibri.runtime.native_backend import NativeBackend
 from colibri.runtime.opening import open_backend, plan_engine
 from colibri.runtime.sampling import Sampler, SamplingOptions
 from colibri.runtime.session import Session, token_array
@@ -88,8 +86,8 @@ class Engine:
     ):
         arguments = EngineArguments(
             threads=threads, kv=kv, ram=ram, context=context, sessions=sessions, max_batch_tokens=max_batch_tokens,
-            expert_cache=expert_cache, io_threads=io_threads, io=io, verify=verify, prefetch_depth=prefetch_depth,
-            mlock=mlock, huge_pages=huge_pages, pin=pin, usage_file=usage_file,
+            pin=pin, expert_cache=expert_cache, io_threads=io_threads, io=io, verify=verify,
+            prefetch_depth=prefetch_depth, mlock=mlock, huge_pages=huge_pages, usage_file=usage_file,
         )  # fmt: skip
         self.path = Path(path) if path is not None else demo_model_path()
         self._text = ModelText.read(self.path)
@@ -103,10 +101,7 @@ class Engine:
             if self._usage_file.damage:
                 warnings.warn(self._usage_file.damage, UsageFileWarning, stacklevel=2)
         self.backend: Backend
-        self.backend, self.budget = open_backend(self._text, arguments)
-        if self._usage_file and isinstance(self.backend, NativeBackend):
-            for expert_set, group in groupby(self._usage_file.hottest(), lambda one: one[0]):
-                self.backend.warm(expert_set, [expert for _, expert in group])
+        self.backend, self.budget = open_backend(self._text, arguments, self._usage_file)
 
     @staticmethod
     def plan(path: str | os.PathLike[str] | None = None, **arguments: Any) -> Budget:

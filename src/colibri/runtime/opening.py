@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,10 +18,11 @@ from colibri.errors import MemoryBudgetWarning, UsageError
 from colibri.runtime import native
 from colibri.runtime.arguments import EngineArguments
 from colibri.runtime.backend import Backend, MemoryPlan
-from colibri.runtime.budget import DEFAULT_BATCH_TOKENS, Budget, plan_budget
+from colibri.runtime.budget import Budget, plan_budget
 from colibri.runtime.memory_limits import ProcessMemory, memory_limits, process_memory
 from colibri.runtime.model_text import ModelText
 from colibri.runtime.native_backend import NativeBackend, plan_memory
+from colibri.runtime.usage_file import UsageFile
 
 
 class _Promised:
@@ -44,8 +46,10 @@ class _Promised:
 os.register_at_fork(after_in_child=lambda: setattr(_Promised, "lock", threading.RLock()))
 
 
-def open_backend(text: ModelText, arguments: EngineArguments) -> tuple[Backend, Budget | None]:
-    """Open a model as COLIBRI_VM says, and give its budget if it has one.
+def open_backend(
+    text: ModelText, arguments: EngineArguments, usage: UsageFile | None = None
+) -> tuple[Backend, Budget | None]:
+    """Open a model as COLIBRI_VM says, and give its budget if it has one. What `usage` counts is read first.
 
     Raises MemoryBudgetError, ModelFileError, UnsupportedModelError, UsageError, OutOfMemoryError.
     """
@@ -64,6 +68,9 @@ def open_backend(text: ModelText, arguments: EngineArguments) -> tuple[Backend, 
         )
         backend = NativeBackend(text.path, arguments.threads or 0, cpu, options, budget.result_limit)
         _Promised.add(backend, budget)
+    if usage is not None and not budget.is_resident:
+        for expert_set, group in groupby(usage.hottest(), lambda one: one[0]):
+            backend.warm(expert_set, [expert for _, expert in group])
     for message in (budget.warning, backend.statistics().warning):
         if message:
             warnings.warn(message, MemoryBudgetWarning, stacklevel=3)
@@ -90,7 +97,6 @@ def _plan(text: ModelText, arguments: EngineArguments, cpu: str) -> Budget:
         changed = replace(options, max_batch_tokens=max_batch_tokens)
         return plan_memory(text.path, threads, cpu, changed, wishes.context, arguments.state_format)
 
-    measure(DEFAULT_BATCH_TOKENS)  # starts the threads, which are part of this process
     return plan_budget(measure, wishes, _Promised.process_memory(), memory_limits())
 
 
