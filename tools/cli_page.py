@@ -14,7 +14,7 @@ import subprocess
 import sys
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "cli.md"
-COMMANDS = ["", "convert", "run", "chat", "inspect", "validate", "perplexity", "bench"]
+COMMANDS = ["", "convert", "run", "chat", "inspect", "validate", "plan", "perplexity", "bench"]
 
 
 def help_text(command: str) -> str:

@@ -23,7 +23,7 @@
 #define PANEL_ROWS 16
 #define CHUNK_ROWS 64  /* activation rows taken together: a block of them stays in the first cache */
 #define CHUNK_TILES 16 /* weight tiles that share the gathered rows */
-
+#define PREFETCH_PIECES 8
 #define WEIGHT_GROUP_BYTES (TILE_GROUP * CB_LANES)
 
 typedef struct tile_config {
@@ -144,11 +144,27 @@ VEC_INLINE void unpack_codes(scratch *s, const uint8_t *codes) {
     }
 }
 
+/* A piece is a block of a weight tile. They are numbered in the order of use, which is not that of memory, so the
+ * hardware does not see them coming. */
+VEC_INLINE void prefetch_piece(const chunk *c, const uint8_t *tiles, uint64_t piece, uint64_t blocks,
+                               const uint32_t bits) {
+    const uint64_t block = piece / c->tiles, tile = piece % c->tiles;
+    if (block < blocks) {
+        const uint8_t *p = tiles + (tile * blocks + block) * TILE_BLOCK_BYTES(bits);
+        for (uint32_t line = 0; line < TILE_BLOCK_BYTES(bits); line += 64) {
+            _mm_prefetch((const char *)p + line, _MM_HINT_T1);
+        }
+    }
+}
+
 VEC_INLINE void multiply(scratch *s, const cb_matmul *job, const chunk *c, const uint32_t rows, const uint32_t bits) {
     const uint64_t blocks = blocks_of(job);
     const uint64_t tile_bytes = blocks * TILE_BLOCK_BYTES(bits);
     const uint8_t *tiles = job->tiles + c->tile * tile_bytes;
     unscaled done = {s->weight_scales[1][0], s->x_scales[1], s->nowhere[0]};
+    for (uint64_t piece = 0; piece < PREFETCH_PIECES; piece++) {
+        prefetch_piece(c, tiles, piece, blocks, bits);
+    }
     for (uint32_t tile = 0; tile < c->tiles; tile++) {
         memset(s->sum[tile], 0, c->panels * rows * sizeof s->sum[0][0]);
     }
@@ -156,11 +172,7 @@ VEC_INLINE void multiply(scratch *s, const cb_matmul *job, const chunk *c, const
         gather_rows(s, job, c, block, c->panels * rows);
         const uint8_t *packed = tiles + block * TILE_BLOCK_BYTES(bits);
         for (uint32_t tile = 0; tile < c->tiles; tile++, packed += tile_bytes) {
-            const uint8_t *next =
-                tile + 1 < c->tiles ? packed + tile_bytes : tiles + (block + 1) * TILE_BLOCK_BYTES(bits);
-            for (uint32_t line = 0; line < TILE_BLOCK_BYTES(bits); line += 64) {
-                _mm_prefetch((const char *)((uintptr_t)next + line), _MM_HINT_T0);
-            }
+            prefetch_piece(c, tiles, block * c->tiles + tile + PREFETCH_PIECES, blocks, bits);
             /* Of the step before only the scales are still needed: two sets suffice. */
             float *weight_scales = s->weight_scales[(block * c->tiles + tile) % 2][0];
             for (uint32_t g = 0; g < TILE_GROUPS; g++) {

@@ -190,6 +190,27 @@ def validate(model: Model) -> Command:
 
 @app.command()
 @with_engine_options
+def plan(
+    model: Model,
+    context: Context = None,
+    batch: Annotated[int, _option("N", "sessions of that context to keep memory for", min=1)] = 1,
+    refresh: Annotated[bool, typer.Option("--refresh", help="measure this machine again")] = False,
+    json: Json = False,
+    *,
+    engine: EngineOptions,
+) -> Command:
+    """Show where a model's memory would go, and how fast it would be, without loading it."""
+
+    def call() -> None:
+        from colibri.cli.plan import plan_command
+
+        plan_command(model, context, batch, engine, refresh, json)
+
+    return call
+
+
+@app.command()
+@with_engine_options
 def perplexity(
     model: Model,
     text: Annotated[Path, _option("FILE", "a UTF-8 text file")],

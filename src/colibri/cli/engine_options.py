@@ -54,7 +54,7 @@ _OPTIONS: dict[str, Any] = {
     ],
     "mlock": Annotated[bool, typer.Option("--mlock", help="keep the experts' memory from being swapped out")],
     "huge_pages": Annotated[
-        str | None, option("SIZE", "for experts: 2M, 1G, off; auto: 2M where the system gives them [default: auto]")
+        str | None, option("SIZE", "for experts: 2M, 1G, off or auto (2M if the system allows) [default: auto]")
     ],
     "usage_file": Annotated[
         Path | None,

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -16,32 +15,17 @@ from weakref import WeakSet
 import numpy as np
 
 from colibri.errors import ColibriError, TemplateError, UsageError, UsageFileWarning
-from colibri.runtime.arguments import one_of, whole_number
-from colibri.runtime.backend import (
-    HUGE_PAGES,
-    IO_MODES,
-    MAX_BATCH_TOKENS,
-    MAX_IO_THREADS,
-    MAX_PREFETCH_DEPTH,
-    STATE_FORMATS,
-    VERIFY_MODES,
-    Backend,
-    ForwardItem,
-    NativeOptions,
-    Statistics,
-)
-from colibri.runtime.budget import Budget, Wishes
+from colibri.runtime.arguments import EngineArguments, whole_number
+from colibri.runtime.backend import Backend, ForwardItem, Statistics
+from colibri.runtime.budget import Budget
 from colibri.runtime.generation import Generation, GenerationDefaults
 from colibri.runtime.interruptible import run_interruptible
 from colibri.runtime.model_text import ModelText
-from colibri.runtime.opening import chosen_vm, open_native, open_reference
+from colibri.runtime.opening import open_backend, plan_engine
 from colibri.runtime.sampling import Sampler, SamplingOptions
 from colibri.runtime.session import Session, token_array
-from colibri.runtime.sizes import parse_size
 from colibri.runtime.usage_file import UsageFile
 from colibri.tokenizer import Tokenizer
-
-DEFAULT_PREFETCH_DEPTH = 1
 
 
 def demo_model_path() -> Path:
@@ -100,49 +84,32 @@ class Engine:
         huge_pages: str = "auto",
         usage_file: str | os.PathLike[str] | None = None,
     ):
-        threads = whole_number("threads", threads, 1, 1024)
-        if kv is not None:
-            one_of("kv", kv, STATE_FORMATS)
-        options = NativeOptions(
-            io_threads=whole_number("io_threads", io_threads, 1, MAX_IO_THREADS),
-            io=one_of("io", io, IO_MODES),
-            verify=one_of("verify", verify, VERIFY_MODES),
-            huge_pages=one_of("huge_pages", huge_pages, HUGE_PAGES),
-            prefetch_depth=DEFAULT_PREFETCH_DEPTH
-            if prefetch_depth is None
-            else whole_number("prefetch_depth", prefetch_depth, 0, MAX_PREFETCH_DEPTH),
-            lock_memory=mlock,
-            guard=_debug_guard(),
-            pin=pin,
-        )
-        memory = None if ram is None else parse_size("ram", ram)
-        slots = None if expert_cache is None else parse_size("expert_cache", expert_cache)
-        batch = whole_number("max_batch_tokens", max_batch_tokens, 1, MAX_BATCH_TOKENS)
-        sessions = whole_number("sessions", sessions, 1, 2**20)
+        arguments = EngineArguments(
+            threads=threads, kv=kv, ram=ram, context=context, sessions=sessions, max_batch_tokens=max_batch_tokens,
+            pin=pin, expert_cache=expert_cache, io_threads=io_threads, io=io, verify=verify,
+            prefetch_depth=prefetch_depth, mlock=mlock, huge_pages=huge_pages, usage_file=usage_file,
+        )  # fmt: skip
         self.path = Path(path) if path is not None else demo_model_path()
         self._text = ModelText.read(self.path)
         self.context = self._text.context_of(context)
-        self._state_format = STATE_FORMATS[kv] if kv else 0
+        self._state_format = arguments.state_format
         self._sessions: WeakSet[Session] = WeakSet()
         self._lock = threading.Lock()
-        self.budget: Budget | None = None
         self._usage_file: UsageFile | None = None
         if usage_file is not None:
             self._usage_file = UsageFile(Path(usage_file), self._text.digest, self._text.expert_counts)
             if self._usage_file.damage:
                 warnings.warn(self._usage_file.damage, UsageFileWarning, stacklevel=2)
-        if chosen_vm() == "reference":
-            given = {"ram": memory, "expert_cache": slots, "io_threads": io_threads, "io": io != "auto",
-                     "verify": verify != "crc", "prefetch_depth": prefetch_depth is not None, "mlock": mlock,
-                     "pin": pin, "huge_pages": huge_pages != "auto", "usage_file": usage_file is not None}  # fmt: skip
-            self.backend: Backend = open_reference(self._text, {name: bool(value) for name, value in given.items()})
-        else:
-            wishes = Wishes(str(self.path), self.context, sessions, memory, slots, batch or None)
-            backend, self.budget = open_native(self._text, threads, options, wishes, self._state_format)
-            self.backend = backend
-            if self._usage_file and not self.budget.is_resident:
-                for expert_set, group in groupby(self._usage_file.hottest(), lambda one: one[0]):
-                    backend.warm(expert_set, [expert for _, expert in group])
+        self.backend: Backend
+        self.backend, self.budget = open_backend(self._text, arguments, self._usage_file)
+
+    @staticmethod
+    def plan(path: str | os.PathLike[str] | None = None, **arguments: Any) -> Budget:
+        """What `Engine(path, **arguments)` would take, and give to the experts; reads no weight.
+
+        Raises what Engine does; UsageError with COLIBRI_VM=reference, which keeps no budget.
+        """
+        return plan_engine(Path(path) if path is not None else demo_model_path(), EngineArguments(**arguments))
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -323,10 +290,3 @@ class Engine:
                         item.session.truncate(start)
 
         return run_interruptible(lambda: self.backend.forward_batch(inner), cancel, undo)
-
-
-def _debug_guard() -> bool:
-    value = os.environ.get("COLIBRI_DEBUG", "")
-    if value not in ("", "guard"):
-        raise UsageError(f"COLIBRI_DEBUG must be guard or empty, not {value!r}")
-    return value == "guard"

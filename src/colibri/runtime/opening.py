@@ -10,15 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import groupby
+from pathlib import Path
 from typing import ClassVar
 
 from colibri.errors import MemoryBudgetWarning, UsageError
 from colibri.runtime import native
-from colibri.runtime.backend import Backend, MemoryPlan, NativeOptions
-from colibri.runtime.budget import Budget, Wishes, plan_budget
+from colibri.runtime.arguments import EngineArguments
+from colibri.runtime.backend import Backend, MemoryPlan
+from colibri.runtime.budget import Budget, plan_budget
 from colibri.runtime.memory_limits import ProcessMemory, memory_limits, process_memory
 from colibri.runtime.model_text import ModelText
 from colibri.runtime.native_backend import NativeBackend, plan_memory
+from colibri.runtime.usage_file import UsageFile
 
 
 class _Promised:
@@ -42,59 +46,65 @@ class _Promised:
 os.register_at_fork(after_in_child=lambda: setattr(_Promised, "lock", threading.RLock()))
 
 
-def chosen_vm() -> str:
-    """What COLIBRI_VM says: "native" or "reference"."""
-    vm = os.environ.get("COLIBRI_VM", "native") or "native"
-    if vm not in ("native", "reference"):
-        raise UsageError(f"COLIBRI_VM must be native or reference, not {vm!r}")
-    return vm
+def open_backend(
+    text: ModelText, arguments: EngineArguments, usage: UsageFile | None = None
+) -> tuple[Backend, Budget | None]:
+    """Open a model as COLIBRI_VM says, and give its budget if it has one. What `usage` counts is read first.
 
-
-def plan_native(text: ModelText, threads: int, options: NativeOptions, wishes: Wishes, state_format: int) -> Budget:
-    """Divide the memory for a model that is not open yet; its tokenizer is loaded first, as it counts.
-
-    Raises MemoryBudgetError, ModelFileError, UnsupportedModelError, UsageError.
+    Raises MemoryBudgetError, ModelFileError, UnsupportedModelError, UsageError, OutOfMemoryError.
     """
-    text.load_tokenizer()
-    native.release_free_memory()
-    with _named_cpu() as cpu:
+    if _chosen_vm() == "reference":
+        arguments.check_reference()
+        from colibri.runtime.reference_backend import ReferenceBackend
 
-        @cache
-        def measure(max_batch_tokens: int) -> MemoryPlan:
-            changed = replace(options, max_batch_tokens=max_batch_tokens)
-            return plan_memory(text.path, threads, cpu, changed, wishes.context, state_format)
-
-        return plan_budget(measure, wishes, _Promised.process_memory(), memory_limits())
-
-
-def open_native(
-    text: ModelText, threads: int, options: NativeOptions, wishes: Wishes, state_format: int
-) -> tuple[NativeBackend, Budget]:
-    """Open a model in the core within its budget. Raises what `plan_native` does, and OutOfMemoryError."""
+        return ReferenceBackend(text.path), None
     with _Promised.lock, _named_cpu() as cpu:
-        budget = plan_native(text, threads, options, wishes, state_format)
-        planned = replace(
-            options,
+        budget = _plan(text, arguments, cpu)
+        options = replace(
+            arguments.native_options(),
             max_batch_tokens=budget.max_batch_tokens,
             expert_bytes=0 if budget.is_resident else budget.expert_bytes,
             state_bytes=budget.state_limit,
         )
-        backend = NativeBackend(text.path, threads, cpu, planned, budget.result_limit)
+        backend = NativeBackend(text.path, arguments.threads or 0, cpu, options, budget.result_limit)
         _Promised.add(backend, budget)
+    if usage is not None and not budget.is_resident:
+        for expert_set, group in groupby(usage.hottest(), lambda one: one[0]):
+            backend.warm(expert_set, [expert for _, expert in group])
     for message in (budget.warning, backend.statistics().warning):
         if message:
             warnings.warn(message, MemoryBudgetWarning, stacklevel=3)
     return backend, budget
 
 
-def open_reference(text: ModelText, given: dict[str, bool]) -> Backend:
-    """Open a model in NumPy; UsageError names an option of `given` that is set, as none of them exists there."""
-    for name, is_given in given.items():
-        if is_given:
-            raise UsageError(f"{name} has no meaning with COLIBRI_VM=reference; leave one of them out")
-    from colibri.runtime.reference_backend import ReferenceBackend
+def plan_engine(path: Path, arguments: EngineArguments) -> Budget:
+    """What a model would take that is not open. Raises what `open_backend` does."""
+    if _chosen_vm() == "reference":
+        raise UsageError("COLIBRI_VM=reference keeps no memory budget; unset it to plan")
+    with _Promised.lock, _named_cpu() as cpu:
+        return _plan(ModelText.read(path), arguments, cpu)
 
-    return ReferenceBackend(text.path)
+
+def _plan(text: ModelText, arguments: EngineArguments, cpu: str) -> Budget:
+    # First, as it counts, and as what parsing it takes for a moment is over then.
+    text.load_tokenizer()
+    native.release_free_memory()
+    wishes = arguments.wishes(str(text.path), text.context_of(arguments.context))
+    threads, options = arguments.threads or 0, arguments.native_options()
+
+    @cache
+    def measure(max_batch_tokens: int) -> MemoryPlan:
+        changed = replace(options, max_batch_tokens=max_batch_tokens)
+        return plan_memory(text.path, threads, cpu, changed, wishes.context, arguments.state_format)
+
+    return plan_budget(measure, wishes, _Promised.process_memory(), memory_limits())
+
+
+def _chosen_vm() -> str:
+    vm = os.environ.get("COLIBRI_VM", "native") or "native"
+    if vm not in ("native", "reference"):
+        raise UsageError(f"COLIBRI_VM must be native or reference, not {vm!r}")
+    return vm
 
 
 @contextmanager

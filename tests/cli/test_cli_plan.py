@@ -1,0 +1,98 @@
+"""`colibri plan`: figures that agree with the engine, measurements that are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli.command import assert_fails, colibri
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def plan(model: Path, cache: Path, *arguments: str) -> dict[str, Any]:
+    done = colibri("plan", model, "--json", *arguments, env={"XDG_CACHE_HOME": str(cache)})
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_plan_is_what_the_engine_does(demo_model: Path, cache: Path) -> None:
+    options = ["--ram", "83MiB", "--context", "64"]
+    planned = plan(demo_model, cache, *options)
+    assert planned["needed"] <= planned["ram"] == 83 * MIB
+    assert planned["needed"] == sum(planned["parts"].values())
+    done = colibri("run", demo_model, "In the beginning", *options, "--max-tokens", "2", "--json", "--statistics")
+    statistics = json.loads(done.stdout)["statistics"]
+    # `plan` has some modules loaded that `run` has not, and the other way round.
+    assert abs(statistics["expert_bytes"] - planned["expert_bytes"]) < 3 * MIB
+    assert 0 < planned["expert_share"] < 1
+    assert planned["uniform"]["decode_bytes_read"] == pytest.approx(
+        (1 - planned["expert_share"]) * planned["token_expert_bytes"], rel=0.01
+    )
+    assert plan(demo_model, cache, "--ram", "200MiB")["expert_share"] == 1
+
+
+def test_more_memory_is_never_slower(demo_model: Path, cache: Path) -> None:
+    plans = [plan(demo_model, cache, "--ram", f"{ram}MiB", "--context", "64") for ram in (80, 83, 86, 130)]
+    for less, more in pairwise(plans):
+        assert more["uniform"]["decode"] >= less["uniform"]["decode"]
+        assert more["uniform"]["decode_bytes_read"] <= less["uniform"]["decode_bytes_read"]
+    assert plans[-1]["uniform"]["decode_bound"] == "memory"
+    assert plans[-1]["uniform"]["prompt_bound"] == "arithmetic"
+
+
+def test_measurements_are_kept(demo_model: Path, cache: Path) -> None:
+    first, again = (plan(demo_model, cache)["machine"] for _ in range(2))
+    assert first == again
+    assert json.loads((cache / "colibri/machine.json").read_text())["results"]
+    assert plan(demo_model, cache, "--refresh")["machine"] != first
+    for content in ("", "{", "[]", '{"format": 9}', '{"format": 1, "results": {"x": 5}}', "\0\xff"):
+        (cache / "colibri/machine.json").write_text(content)
+        assert plan(demo_model, cache)["machine"]["decode_bytes_per_second"] > 0
+
+
+def test_without_a_place_to_keep_them(demo_model: Path, tmp_path: Path) -> None:
+    locked = tmp_path / "file"
+    locked.touch()  # no folder can be made below a file, not even by root
+    assert plan(demo_model, locked)["machine"]["disk_bytes_per_second"] > 0
+    done = colibri("plan", demo_model, "--json", env={"XDG_CACHE_HOME": "relative", "HOME": str(tmp_path / "home")})
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "home/.cache/colibri/machine.json").exists()
+    assert not Path("relative").exists()
+
+
+def test_the_picture(demo_model: Path, cache: Path) -> None:
+    done = colibri("plan", demo_model, "--ram", "84MiB", "--context", "64", env={"XDG_CACHE_HOME": str(cache)})
+    for words in (
+        "in 84 MiB",
+        "dense weights",
+        "experts in memory",
+        "together",
+        "of 10.50 MiB fit",
+        "tokens/s, bound by",
+    ):
+        assert words in done.stdout
+    assert "█" in done.stdout
+
+
+def test_refusals(demo_model: Path, tiny_model: Path, tmp_path: Path) -> None:
+    assert_fails(colibri("plan", demo_model, "--ram", "20MiB"), 1, "does not fit", "give ram=")
+    assert_fails(colibri("plan", demo_model, "--ram", "x"), 2, "ram")
+    assert_fails(colibri("plan", demo_model, "--context", "5000"), 2, "context", "1024")
+    assert_fails(colibri("plan", tmp_path / "none.cbi"), 1, "none.cbi")
+    assert_fails(colibri("plan", tiny_model, env={"COLIBRI_VM": "reference"}), 2, "COLIBRI_VM")
+
+
+def test_other_shapes(tiny_model: Path, ids_model: Path, cache: Path) -> None:
+    for model in (tiny_model, ids_model):
+        assert plan(model, cache, "--batch", "3")["sessions"] == 3
+    assert os.listdir(cache / "colibri") == ["machine.json"]
