@@ -12,7 +12,7 @@ from store.conftest import plan_of
 
 import colibri
 from colibri.cbi.reader import CbiFile
-from colibri.errors import ModelFileError, OutOfMemoryError, UsageError
+from colibri.errors import MemoryBudgetError, ModelFileError, OutOfMemoryError, UsageError
 from colibri.runtime.backend import NativeOptions
 from colibri.runtime.engine import demo_model_path
 from colibri.runtime.native_backend import NativeBackend, plan_memory
@@ -29,12 +29,16 @@ from colibri.runtime.native_backend import NativeBackend, plan_memory
         ({"prefetch_depth": 9}, "prefetch_depth must be a whole number from 0 to 8"),
         ({"max_batch_tokens": 65537}, "max_batch_tokens must be a whole number from 1 to 65536"),
         ({"expert_cache": 0}, "expert_cache"),
-        ({"expert_cache": 1000}, "at least 57344 are needed"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         colibri.Engine(**options)
+
+
+def test_room_for_less_than_one_expert_is_refused() -> None:
+    with pytest.raises(MemoryBudgetError, match="expert_cache=1000 bytes is less than the .* with which it can run"):
+        colibri.Engine(expert_cache=1000)
 
 
 def test_an_unknown_debug_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,9 +86,9 @@ def test_a_damaged_record_ends_those_who_need_it(tmp_path: Path) -> None:
 
 
 def test_the_plan_is_what_an_engine_takes() -> None:
-    options = NativeOptions(max_batch_tokens=700, expert_bytes=4_000_000, prefetch_depth=1)
+    options = NativeOptions(max_batch_tokens=700, expert_bytes=4_000_000, prefetch_depth=1, huge_pages="off")
     plan = plan_memory(demo_model_path(), 2, "", options, 512, 0)
-    backend = NativeBackend(demo_model_path(), 2, "", options, pin=False)
+    backend = NativeBackend(demo_model_path(), 2, "", options)
     statistics = backend.statistics()
     assert 0 <= plan.scratch_bytes - statistics.scratch_bytes <= 8192
     assert 0 <= plan.tensor_bytes - (statistics.weight_bytes - statistics.expert_bytes) <= 8192
@@ -101,7 +105,7 @@ def test_the_plan_is_what_an_engine_takes() -> None:
 
 def test_sessions_stay_within_their_memory() -> None:
     plan = plan_memory(demo_model_path(), 1, "", NativeOptions(), 256, 0)
-    backend = NativeBackend(demo_model_path(), 1, "", NativeOptions(state_bytes=2 * plan.session_bytes), pin=False)
+    backend = NativeBackend(demo_model_path(), 1, "", NativeOptions(state_bytes=2 * plan.session_bytes))
     first, second = backend.open_session(256, 0), backend.open_session(256, 0)
     with pytest.raises(OutOfMemoryError, match=f"takes {plan.session_bytes} bytes.* may hold {2 * plan.session_bytes}"):
         backend.open_session(256, 0)
