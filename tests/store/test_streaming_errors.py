@@ -37,7 +37,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
 
 
 def test_room_for_less_than_one_expert_is_refused() -> None:
-    with pytest.raises(MemoryBudgetError, match="expert_cache=1000 bytes is less than the .* with which it can run"):
+    with pytest.raises(MemoryBudgetError, match=r"expert_cache=1000 bytes is less than the .* with which it can run"):
         colibri.Engine(expert_cache=1000)
 
 
