@@ -46,7 +46,10 @@ _OPTIONS: dict[str, Any] = {
     "io_threads": Annotated[int | None, option("N", "threads that read experts [default: 2]", min=1, max=16)],
     "io": Annotated[
         str | None,
-        option("MODE", "direct: past the page cache; buffered: through it; auto: measured at start [default: auto]"),
+        option(
+            "MODE",
+            "direct: past the page cache; buffered: through it; auto: past it unless all experts fit [default: auto]",
+        ),
     ],
     "verify": Annotated[
         str | None,
