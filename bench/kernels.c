@@ -335,7 +335,7 @@ int main(int argument_count, char **arguments) {
         return 2;
     }
     cb_error error;
-    if (cb_pool_open(choice.threads, &pool, &error) != COLIBRI_OK) {
+    if (cb_pool_open(choice.threads, NULL, &pool, &error) != COLIBRI_OK) {
         fprintf(stderr, "kernels: %s\n", error.message);
         return 1;
     }

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,20 +50,26 @@ class Tools:
         return max(float(row["gb_per_s"]) for row in csv.DictReader(lines))
 
 
-def build(folder: Path) -> Tools:
-    """Compile probes and kernel benchmark with CMake."""
+def build_tools(folder: Path) -> Tools:
+    """Compile probes and kernel benchmark."""
+    build(folder, ("probes", "kernels"))
+    return Tools(folder / "bench" / "probes", folder / "bench" / "kernels")
+
+
+def build(folder: Path, programs: Sequence[str]) -> Path:
+    """Compile programs of bench/CMakeLists.txt; returns the folder."""
     beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     cmake, ninja = shutil.which("cmake", path=beside), shutil.which("ninja", path=beside)
     if cmake is None:
         raise SystemExit("cmake is missing; pip install '.[bench]' brings it")
     generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
     configure = [cmake, "-S", str(ROOT), "-B", str(folder), "-DCOLIBRI_BENCH=ON", *generator]
-    compile = [cmake, "--build", str(folder), "--target", "probes", "kernels", "--parallel", "2"]
+    compile = [cmake, "--build", str(folder), "--target", *programs, "--parallel", "2"]
     for command in (configure, compile):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    return Tools(folder / "bench" / "probes", folder / "bench" / "kernels")
+    return folder
 
 
 class StillCached(Exception):

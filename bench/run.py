@@ -77,7 +77,7 @@ def main() -> None:
 
     run = Run(
         models=Models(arguments.shape, arguments.models),
-        tools=machine.build(arguments.build.resolve()),
+        tools=machine.build_tools(arguments.build.resolve()),
         table=Table(),
         rounds=arguments.rounds,
         threads=arguments.threads,

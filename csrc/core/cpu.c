@@ -58,15 +58,6 @@ bool cb_isa_supported(cb_isa isa) {
     }
 }
 
-#define ARCH_REQ_XCOMP_PERM 0x1023
-#define XFEATURE_XTILEDATA 18
-
-/* Tiles are 8 KiB of state for each thread; Linux keeps room for it only where a process asks. False, with errno,
- * where it refuses (before 5.16, under some sandboxes, or when a thread's signal stack could not hold the tiles). */
-static bool permitted(cb_isa isa) {
-    return isa != CB_ISA_AMX || syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
-}
-
 #elif defined(__aarch64__)
 
 bool cb_isa_supported(cb_isa isa) {
@@ -81,12 +72,19 @@ bool cb_isa_supported(cb_isa isa) { return isa == CB_ISA_SCALAR; }
 
 #endif
 
-#ifndef __x86_64__
+#define ARCH_REQ_XCOMP_PERM 0x1023
+#define XFEATURE_XTILEDATA 18
+
+/* Tiles are 8 KiB of state for each thread; Linux keeps room for it only where a process asks. False, with errno,
+ * where it refuses (before 5.16, under some sandboxes, or when a thread's signal stack could not hold the tiles). */
 static bool permitted(cb_isa isa) {
+#if defined(__x86_64__)
+    return isa != CB_ISA_AMX || syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+#else
     (void)isa;
     return true;
-}
 #endif
+}
 
 colibri_status cb_isa_choose(const char *name, cb_isa *isa, cb_error *error) {
     bool automatic = name == NULL || name[0] == '\0';

@@ -1,13 +1,24 @@
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "core/core.h"
 
 #define LARGE (UINT64_C(1) << 20)
+#define HUGE_PAGE (UINT64_C(1) << 21)
+
 #define PAGE UINT64_C(4096)
 #define HEAP_LIMIT (UINT64_C(128) << 10) /* glibc maps larger blocks on their own */
 
 static uint64_t alignment_of(uint64_t size) { return size >= LARGE ? PAGE : CB_CACHE_LINE; }
+
+/* Weights are streamed: with pages of 4 KiB a core waits for the page tables longer than for the memory. Only whole
+ * huge pages inside the block are asked for, so it never takes more than its size. Refused: usual pages. */
+static void prefer_huge_pages(char *start, uint64_t size) {
+    uint64_t before = -(uintptr_t)start & (HUGE_PAGE - 1);
+    if (size >= before + HUGE_PAGE)
+        madvise(start + before, (size - before) / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);
+}
 
 /* calloc, not aligned_alloc and memset: fresh pages of a large block are zero already and are
  * first touched by whoever fills them. The block's true start lies just before the memory. */
@@ -22,6 +33,7 @@ void *cb_alloc(uint64_t size) {
     uintptr_t aligned = ((uintptr_t)start + sizeof(void *) + alignment - 1) & ~(uintptr_t)(alignment - 1);
     char *memory = start + (aligned - (uintptr_t)start);
     memcpy(memory - sizeof start, &start, sizeof start);
+    prefer_huge_pages(start, size + slack);
     return memory;
 }
 

@@ -11,6 +11,8 @@
 #include <unistd.h>
 
 #define MOST_SIZES 256 /* that are told apart */
+#define HUGE_2M (UINT64_C(1) << 21)
+#define HUGE_1G (UINT64_C(1) << 30)
 
 #ifndef MAP_HUGE_SHIFT
 #define MAP_HUGE_SHIFT 26
@@ -183,9 +185,7 @@ bool cb_slots_divide(cb_slots *slots, uint64_t bytes) {
 
 /* ---- memory ---- */
 
-uint64_t cb_page_bytes(uint32_t pages) {
-    return pages == COLIBRI_PAGES_1G ? UINT64_C(1) << 30 : pages == COLIBRI_PAGES_2M ? UINT64_C(1) << 21 : unit_bytes();
-}
+uint64_t cb_page_bytes(uint32_t pages) { return pages == COLIBRI_PAGES_1G ? HUGE_1G : unit_bytes(); }
 
 void cb_warn(char *warning, size_t warning_size, const char *format, ...) {
     size_t used = strlen(warning);
@@ -252,14 +252,16 @@ colibri_status cb_slots_map(cb_slots *slots, const char *label, uint32_t pages, 
         }
     }
     if (slots->memory == NULL)
-        slots->memory = map_aligned(bytes, pages == COLIBRI_PAGES_2M ? slots->page_bytes : unit_bytes());
+        slots->memory = map_aligned(bytes, pages == COLIBRI_PAGES_OFF ? unit_bytes() : HUGE_2M);
     if (slots->memory == NULL)
         return cb_fail(error, COLIBRI_OUT_OF_MEMORY, "%s: not enough memory for %" PRIu64 " bytes of experts", label,
                        bytes);
     slots->mapped_bytes = bytes;
-    if (pages == COLIBRI_PAGES_2M) {
-        int cause = madvise(slots->memory, bytes, MADV_HUGEPAGE) != 0 ? errno : 0;
-        if (cause != 0 || huge_pages_are_off()) {
+    /* Whole huge pages only: what is left over at the end keeps pages of the usual size, so that the mapping never
+     * takes more than its size. */
+    if (pages == COLIBRI_PAGES_2M || pages == COLIBRI_PAGES_AUTO) {
+        int cause = madvise(slots->memory, bytes / HUGE_2M * HUGE_2M, MADV_HUGEPAGE) != 0 ? errno : 0;
+        if (pages == COLIBRI_PAGES_2M && (cause != 0 || huge_pages_are_off())) {
             cb_warn(warning, warning_size,
                     "the kernel gives no huge pages of 2 MiB (%s), pages of the usual size are used",
                     cause != 0 ? strerror(cause) : "transparent_hugepage is off");

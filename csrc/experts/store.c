@@ -164,9 +164,9 @@ static colibri_status check_options(const cb_model *model, const cb_store_option
         return cb_fail(error, COLIBRI_INVALID, "io_threads is %u, it must be 1 to %d", options->io_threads,
                        MOST_THREADS);
     if (options->io > COLIBRI_IO_BUFFERED || options->verify > COLIBRI_VERIFY_OFF ||
-        options->huge_pages > COLIBRI_PAGES_1G)
-        return cb_fail(error, COLIBRI_INVALID, "io is %u, verify %u, huge_pages %u: each must be 0, 1 or 2",
-                       options->io, options->verify, options->huge_pages);
+        options->huge_pages > COLIBRI_PAGES_OFF)
+        return cb_fail(error, COLIBRI_INVALID, "io is %u, verify %u, huge_pages %u: at most 2, 2 and 3", options->io,
+                       options->verify, options->huge_pages);
     if (slots->slot_count == 0 && slots->class_count > 0)
         return cb_fail(
             error, COLIBRI_INVALID,
@@ -176,10 +176,11 @@ static colibri_status check_options(const cb_model *model, const cb_store_option
 }
 
 static void warn_about_guard(cb_expert_store *store, uint32_t *pages) {
-    if (!store->guard || *pages == COLIBRI_PAGES_OFF)
+    if (!store->guard)
         return;
+    if (*pages == COLIBRI_PAGES_2M || *pages == COLIBRI_PAGES_1G)
+        cb_warn(store->warning, sizeof store->warning, "guarded slots do not lie in huge pages");
     *pages = COLIBRI_PAGES_OFF;
-    cb_warn(store->warning, sizeof store->warning, "guarded slots do not lie in huge pages");
 }
 
 colibri_status cb_expert_store_open(const cb_model *model, const cb_store_options *options, cb_expert_store **result,

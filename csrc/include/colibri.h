@@ -79,7 +79,13 @@ typedef enum colibri_io { COLIBRI_IO_AUTO = 0, COLIBRI_IO_DIRECT = 1, COLIBRI_IO
 /* CRC: every record's CRC32C on every fill. FULL: besides, SHA-256 of every record once, on its first fill. */
 typedef enum colibri_verify { COLIBRI_VERIFY_CRC = 0, COLIBRI_VERIFY_FULL = 1, COLIBRI_VERIFY_OFF = 2 } colibri_verify;
 
-typedef enum colibri_pages { COLIBRI_PAGES_OFF = 0, COLIBRI_PAGES_2M = 1, COLIBRI_PAGES_1G = 2 } colibri_pages;
+/* AUTO: huge pages of 2 MiB where the kernel gives them; 2M and 1G: a warning where it does not. */
+typedef enum colibri_pages {
+    COLIBRI_PAGES_AUTO = 0,
+    COLIBRI_PAGES_2M = 1,
+    COLIBRI_PAGES_1G = 2,
+    COLIBRI_PAGES_OFF = 3
+} colibri_pages;
 
 /* All zero is the default. What does not fit the machine or the model is INVALID and names the field. */
 typedef struct colibri_engine_options {

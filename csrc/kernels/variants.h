@@ -47,9 +47,9 @@ CB_DECLARE_QUANTISED(avx512);
 CB_DECLARE_QUANTISED(amx);
 #endif
 #ifdef __aarch64__
-CB_DECLARE_KERNELS(neon);
-void kernel_matmul_q8_g32_i8mm(const cb_matmul *job);
-void kernel_matmul_q4_g32_i8mm(const cb_matmul *job);
+CB_DECLARE_FLOATS(neon);
+CB_DECLARE_QUANTISED(neon);
+CB_DECLARE_QUANTISED(i8mm);
 #endif
 
 void kernel_decode_row_scalar(uint32_t format, uint32_t layout, const uint8_t *data, uint64_t cols, uint64_t row,

@@ -36,7 +36,7 @@ colibri_status cb_check_engine_options(const colibri_engine_options *given, coli
         {"io_threads", "threads", options->io_threads, MAX_IO_THREADS},
         {"io", "0 auto, 1 direct, 2 buffered", options->io, COLIBRI_IO_BUFFERED},
         {"verify", "0 crc, 1 full, 2 off", options->verify, COLIBRI_VERIFY_OFF},
-        {"huge_pages", "0 off, 1 2M, 2 1G", options->huge_pages, COLIBRI_PAGES_1G},
+        {"huge_pages", "0 auto, 1 2M, 2 1G, 3 off", options->huge_pages, COLIBRI_PAGES_OFF},
         {"prefetch_depth", "layers", options->prefetch_depth, MAX_PREFETCH_DEPTH},
         {"lock_memory", "0 no, 1 yes", options->lock_memory, 1},
         {"guard", "0 no, 1 yes", options->guard, 1},

@@ -8,6 +8,9 @@
 
 #include <string.h>
 
+#ifndef EXPERTS_AT_ONCE
+#define EXPERTS_AT_ONCE UINT32_MAX /* that share a queue of tasks; bench/grouped.c measures against 1 */
+#endif
 #define SLOT_LIMIT (UINT64_C(64) << 20) /* bytes of slots; more tokens are taken in several rounds */
 #define MAX_TASK_TILES 16               /* of gate and up: bounds the scratch of a task */
 /* A batch takes no further expert once it has so many slots: there is work for every thread, and the memory of an
@@ -380,14 +383,12 @@ static void run_round(experts_job *job) {
     cb_vm *vm = job->vm;
     sort_tokens(job);
     order_experts(job);
-    if (!vm->resident)
-        vm->routed = 0; /* how long reads take is told elsewhere */
     cb_judge_prediction(vm, job->op, job->s.asked, job->active_count);
     cb_store_begin(vm->store, job->op->experts.set, job->s.asked, job->active_count);
     cb_predict_experts(vm, job->op);
     uint32_t count;
     uint64_t stall = stall_nanoseconds(job);
-    while ((count = cb_store_next(vm->store, job->s.ready, job->active_count)) > 0) {
+    while ((count = cb_store_next(vm->store, job->s.ready, EXPERTS_AT_ONCE)) > 0) {
         if (stall_nanoseconds(job) != stall)
             vm->routed = 0; /* what follows waited for the disk, not for threads */
         compute_ready(job, count);

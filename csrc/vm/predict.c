@@ -2,20 +2,21 @@
  *
  * While a layer's experts are fetched and computed, the router of the next layer is applied to the residual stream as
  * it is now: it misses this layer's experts and the next layer's attention, but those change it little. Guesses only
- * start low-priority reads. With so many tokens that nearly all experts are needed, the most used are read first.
+ * start low-priority reads. Of many tokens a sample is looked at.
  *
  * A guess can cost more than it saves: reads of experts that nobody asks for take the disk's time, and memory. So some
- * passes go without, and the cheaper way is taken. */
+ * passes of few tokens go without, and the cheaper way is taken. With many tokens most experts are needed anyway. */
 #include <math.h>
 #include <string.h>
 
 #include "vm/vm.h"
 
-#define MOST_ROWS 64    /* tokens whose experts are guessed one by one */
-#define NEARLY_ALL 4    /* (token, expert) pairs for each expert, from which on nearly all experts are needed */
-#define FIRST_PASSES 16 /* are with and without in turn */
-#define TRIAL_EVERY 16  /* of the passes that follow, one goes the other way */
-#define MEMORY 16       /* passes over which their time is averaged */
+#define MOST_ROWS 64 /* tokens whose experts are guessed */
+#define NEARLY_ALL 4 /* (token, expert) pairs for each expert, from which on nearly all experts are needed */
+#define ALONE_BYTES (256 * 1024) /* a router as small is not worth sharing out */
+#define FIRST_PASSES 16          /* are with and without in turn */
+#define TRIAL_EVERY 16           /* of the passes that follow, one goes the other way */
+#define MEMORY 16                /* passes over which their time is averaged */
 
 /* The ops that choose the experts of one layer. */
 struct cb_chain {
@@ -88,6 +89,7 @@ void cb_plan_prediction(cb_vm *vm, cb_arena *arena) {
     p->normed = cb_arena_take(arena, cb_multiply(rows, p->normed_stride), sizeof *p->normed);
     p->logits = cb_arena_take(arena, cb_multiply(rows, p->logits_stride), sizeof *p->logits);
     p->experts = cb_arena_take(arena, experts, sizeof *p->experts);
+    p->counts = cb_arena_take(arena, experts, sizeof *p->counts);
 }
 
 /* ---- whether it pays ---- */
@@ -137,86 +139,78 @@ typedef struct router_job {
     cb_vm *vm;
     cb_matrix matrix;
     cb_rows x;
-    uint32_t task_tiles;
+    uint32_t rows, task_tiles;
 } router_job;
 
 static void router_task(void *context, uint32_t task, uint32_t worker) {
     (void)worker;
     const router_job *job = context;
+    const cb_prediction *p = &job->vm->prediction;
     uint32_t tile = task * job->task_tiles, left = cb_tiles(&job->matrix) - tile;
     cb_multiply_tiles(job->vm, &job->matrix, tile, left < job->task_tiles ? left : job->task_tiles, &job->x, NULL,
-                      job->vm->pass.rows, job->vm->prediction.logits + (uint64_t)tile * CB_LANES,
-                      job->vm->prediction.logits_stride);
+                      job->rows, p->logits + (uint64_t)tile * CB_LANES, p->logits_stride);
 }
 
-/* Router logits of a layer from the residual stream `x`. */
-static void apply_router(cb_vm *vm, const cb_chain *chain, const cb_register *x) {
+/* Router logits of a layer for `rows` rows of the pass, from the residual stream `x`. */
+static void apply_router(cb_vm *vm, const cb_chain *chain, const cb_register *x, uint32_t rows) {
     const cb_model *model = vm->model;
     cb_prediction *p = &vm->prediction;
     const cb_op *norm = chain->norm;
     const float *weight = (const float *)(const void *)model->tensors[norm->rms_norm.weight].data;
     uint32_t width = model->program.values[norm->rms_norm.y].width, group = norm->rms_norm.group;
-    for (uint32_t row = 0; row < vm->pass.rows; row++)
-        for (uint32_t i = 0; i < width; i += group)
-            vm->kernels->rms_norm(p->normed + row * p->normed_stride + i, x->values + row * x->stride + i, weight,
-                                  group, norm->rms_norm.epsilon);
+    for (uint32_t i = 0; i < rows; i++) {
+        const float *from = x->values + (uint64_t)i * vm->pass.rows / rows * x->stride;
+        for (uint32_t k = 0; k < width; k += group)
+            vm->kernels->rms_norm(p->normed + i * p->normed_stride + k, from + k, weight, group,
+                                  norm->rms_norm.epsilon);
+    }
     const cb_tensor *router = &model->tensors[chain->router->matmul.weight];
     router_job job = {.vm = vm,
                       .matrix = cb_matrix_make(router->data, router->format, router->rows, router->cols),
-                      .x = {.values = p->normed, .stride = p->normed_stride}};
+                      .x = {.values = p->normed, .stride = p->normed_stride},
+                      .rows = rows};
     uint32_t tiles = cb_tiles(&job.matrix);
-    job.task_tiles = cb_task_tiles(vm, tiles, job.matrix.tile_bytes);
+    bool alone = tiles * job.matrix.tile_bytes * rows <= ALONE_BYTES;
+    job.task_tiles = alone ? tiles : cb_task_tiles(vm, tiles, job.matrix.tile_bytes);
     cb_pool_run(vm->pool, (tiles + job.task_tiles - 1) / job.task_tiles, router_task, &job);
     if (chain->router->matmul.bias == CB_ABSENT)
         return;
     const float *bias = (const float *)(const void *)model->tensors[chain->router->matmul.bias].data;
-    for (uint32_t row = 0; row < vm->pass.rows; row++) {
-        float *logits = p->logits + row * p->logits_stride;
-        vm->kernels->add(logits, logits, bias, (uint32_t)router->rows);
-    }
+    for (uint32_t i = 0; i < rows; i++)
+        vm->kernels->add(p->logits + i * p->logits_stride, p->logits + i * p->logits_stride, bias,
+                         (uint32_t)router->rows);
 }
 
-static void guess(cb_chain *chain, cb_prediction *p, uint32_t expert, uint32_t *count) {
-    p->experts[(*count)++] = expert;
-    chain->guessed_count += !chain->guessed[expert];
-    chain->guessed[expert] = 1;
+static uint32_t take_best(float *logits, uint32_t count) {
+    uint32_t best = 0;
+    for (uint32_t i = 1; i < count; i++)
+        if (logits[i] > logits[best])
+            best = i;
+    logits[best] = -INFINITY;
+    return best;
 }
 
-/* The likeliest experts of every token, then the next ones. */
-static uint32_t guess_by_router(cb_vm *vm, cb_chain *chain, const cb_register *x) {
+/* Lists the experts that most tokens choose first, and of the others those that rank higher; returns how many. */
+static uint32_t guess(cb_vm *vm, const cb_chain *chain, const cb_register *x) {
     cb_prediction *p = &vm->prediction;
-    uint32_t all = vm->model->sets[chain->set].count, count = 0;
-    apply_router(vm, chain, x);
+    uint32_t rows = vm->pass.rows < MOST_ROWS ? vm->pass.rows : MOST_ROWS, count = 0;
+    apply_router(vm, chain, x, rows);
     for (uint32_t rank = 0; rank < chain->chosen; rank++)
-        for (uint32_t row = 0; row < vm->pass.rows; row++) {
-            float *logits = p->logits + row * p->logits_stride;
-            uint32_t best = 0;
-            for (uint32_t i = 1; i < all; i++)
-                if (logits[i] > logits[best])
-                    best = i;
-            logits[best] = -INFINITY;
-            bool named = false;
-            for (uint32_t i = 0; i < count && !named; i++)
-                named = p->experts[i] == best;
-            if (!named)
-                guess(chain, p, best, &count);
+        for (uint32_t row = 0; row < rows; row++) {
+            uint32_t at = 0, expert = take_best(p->logits + row * p->logits_stride, vm->model->sets[chain->set].count);
+            while (at < count && p->experts[at] != expert)
+                at++;
+            if (at == count)
+                p->counts[count++] = 0;
+            uint32_t chosen = p->counts[at] + 1;
+            for (; at > 0 && p->counts[at - 1] < chosen; at--) {
+                p->experts[at] = p->experts[at - 1];
+                p->counts[at] = p->counts[at - 1];
+            }
+            p->experts[at] = expert;
+            p->counts[at] = chosen;
         }
     return count;
-}
-
-/* All experts, the most used ones first. */
-static uint32_t guess_by_use(const cb_vm *vm, const cb_chain *chain) {
-    const cb_prediction *p = &vm->prediction;
-    const cb_counter *tokens = vm->sets[chain->set].tokens;
-    uint32_t all = vm->model->sets[chain->set].count;
-    for (uint32_t expert = 0; expert < all; expert++) {
-        uint64_t used = atomic_load_explicit(&tokens[expert], memory_order_relaxed);
-        uint32_t at = expert;
-        for (; at > 0 && atomic_load_explicit(&tokens[p->experts[at - 1]], memory_order_relaxed) < used; at--)
-            p->experts[at] = p->experts[at - 1];
-        p->experts[at] = expert;
-    }
-    return all;
 }
 
 static cb_chain *chain_of(const cb_prediction *p, const cb_op *op) {
@@ -229,21 +223,21 @@ static cb_chain *chain_of(const cb_prediction *p, const cb_op *op) {
 void cb_predict_experts(cb_vm *vm, const cb_op *op) {
     cb_prediction *p = &vm->prediction;
     const cb_chain *here = chain_of(p, op);
-    if (here == NULL)
+    if (here == NULL || here->norm == NULL || (p->judged && !p->guesses))
         return;
+    uint32_t x = here->norm->rms_norm.x, most = p->judged ? p->depth : 1;
     uint64_t start = cb_now();
-    for (uint32_t depth = 1; depth <= p->depth && here + depth < p->chains + p->chain_count; depth++) {
+    for (uint32_t depth = 1; depth <= most && here + depth < p->chains + p->chain_count; depth++) {
         cb_chain *chain = &p->chains[here - p->chains + depth];
-        uint32_t count = 0;
-        if (nearly_all(vm, chain)) {
-            count = depth == 1 ? guess_by_use(vm, chain) : 0;
-        } else if (p->guesses && here->norm != NULL && chain->norm != NULL) {
-            uint32_t x = here->norm->rms_norm.x;
-            if (vm->model->program.values[x].width == vm->model->program.values[chain->norm->rms_norm.y].width)
-                count = guess_by_router(vm, chain, &vm->registers[x]);
+        if (chain->norm == NULL ||
+            vm->model->program.values[x].width != vm->model->program.values[chain->norm->rms_norm.y].width)
+            continue;
+        uint32_t count = guess(vm, chain, &vm->registers[x]);
+        for (uint32_t i = 0; i < count && p->judged; i++) {
+            chain->guessed_count += !chain->guessed[p->experts[i]];
+            chain->guessed[p->experts[i]] = 1;
         }
-        if (count > 0)
-            cb_store_prefetch(vm->store, chain->set, p->experts, count);
+        cb_store_prefetch(vm->store, chain->set, p->experts, count);
     }
     cb_count(&p->nanoseconds, cb_now() - start);
 }

@@ -98,7 +98,7 @@ typedef struct cb_prediction {
     cb_chain *chains; /* for each experts op, in the order of the program; NULL: nothing is predicted */
     float *normed, *logits;
     uint64_t normed_stride, logits_stride;
-    uint32_t *experts;
+    uint32_t *experts, *counts;
     bool judged, guesses; /* the running pass is measured, and predicts */
     uint64_t started;
     uint32_t tried, measured[2];

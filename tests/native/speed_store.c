@@ -175,7 +175,7 @@ int main(int argc, char **argv) {
     cb_slots_choose(&slots, model, 4096);
     cb_store_options options = {.slot_bytes = cb_slots_bytes(&slots, slots_each),
                                 .io_threads = threads,
-                                .huge_pages = argc > 6 ? (uint32_t)atoi(argv[6]) : COLIBRI_PAGES_OFF,
+                                .huge_pages = argc > 6 ? (uint32_t)atoi(argv[6]) : COLIBRI_PAGES_AUTO,
                                 .verify = verify,
                                 .policy = &cb_policy_least_recent};
     cb_expert_store *store;

@@ -190,6 +190,24 @@ static void rows(void) {
     finish("quantise_row", cb_isa_name(kernels->isa));
 }
 
+/* exp where x * log2(e) lies halfway between whole numbers, or next to it. */
+static void exponent_halves(void) {
+    float x[5], ones[5] = {1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
+    start("silu_mul at halves");
+    for (int n = -120; n <= 120; n++) {
+        for (int i = 0; i < 5; i++) {
+            const float near = ((float)n + 0.5f) / 0x1.715476p+0f;
+            uint32_t bits;
+            memcpy(&bits, &near, 4);
+            bits += (uint32_t)(i - 2);
+            memcpy(&x[i], &bits, 4);
+        }
+        kernels->silu_mul(x, x, ones, 5);
+        add_floats(x, 5);
+    }
+    finish("silu_mul at halves", cb_isa_name(kernels->isa));
+}
+
 static void rope(void) {
     float frequencies[20], table[40], x[3 * 48];
     start("rope");
@@ -361,6 +379,7 @@ _Static_assert(sizeof(cb_kernels) == (1 + 2 * CB_FORMAT_LIMIT + 17) * sizeof(voi
 
 static void all_kernels(void) {
     rows();
+    exponent_halves();
     rope();
     for (uint32_t format = COLIBRI_STATE_F32; format <= COLIBRI_STATE_Q8; format++) {
         state(format);

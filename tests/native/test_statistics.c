@@ -190,7 +190,7 @@ static cb_op norm(uint32_t layer, uint32_t y, uint32_t x) {
 
 static void check_order(const char *expected, const cb_op *ops, uint32_t count) {
     cb_op copy[16];
-    char order[64] = "", one[8];
+    char order[160] = "", one[16];
     memcpy(copy, ops, count * sizeof *ops);
     cb_order_ops(copy, count);
     for (uint32_t i = 0; i < count; i++)

@@ -181,7 +181,7 @@ static void test_options(void) {
         {"io_threads is 17", {.io_threads = 17}},
         {"io is 3", {.io = 3}},
         {"verify is 3", {.verify = 3}},
-        {"huge_pages is 3", {.huge_pages = 3}},
+        {"huge_pages is 4", {.huge_pages = 4}},
         {"prefetch_depth is 9", {.prefetch_depth = 9}},
         {"lock_memory is 2", {.lock_memory = 2}},
         {"guard is 2", {.guard = 2}},

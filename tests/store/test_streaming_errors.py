@@ -25,7 +25,7 @@ from colibri.runtime.native_backend import NativeBackend, plan_memory
         ({"io_threads": 17}, "io_threads"),
         ({"io": "mmap"}, "io must be one of auto, direct, buffered, not 'mmap'"),
         ({"verify": "no"}, "verify must be one of crc, full, off"),
-        ({"huge_pages": "4M"}, "huge_pages must be one of off, 2M, 1G"),
+        ({"huge_pages": "4M"}, "huge_pages must be one of auto, 2M, 1G, off"),
         ({"prefetch_depth": 9}, "prefetch_depth must be a whole number from 0 to 8"),
         ({"max_batch_tokens": 65537}, "max_batch_tokens must be a whole number from 1 to 65536"),
         ({"expert_cache": 0}, "expert_cache"),
@@ -83,7 +83,7 @@ def test_a_damaged_record_ends_those_who_need_it(tmp_path: Path) -> None:
 def test_the_plan_is_what_an_engine_takes() -> None:
     options = NativeOptions(max_batch_tokens=700, expert_bytes=4_000_000, prefetch_depth=1)
     plan = plan_memory(demo_model_path(), 2, "", options, 512, 0)
-    backend = NativeBackend(demo_model_path(), 2, "", options)
+    backend = NativeBackend(demo_model_path(), 2, "", options, pin=False)
     statistics = backend.statistics()
     assert 0 <= plan.scratch_bytes - statistics.scratch_bytes <= 8192
     assert 0 <= plan.tensor_bytes - (statistics.weight_bytes - statistics.expert_bytes) <= 8192
@@ -100,7 +100,7 @@ def test_the_plan_is_what_an_engine_takes() -> None:
 
 def test_sessions_stay_within_their_memory() -> None:
     plan = plan_memory(demo_model_path(), 1, "", NativeOptions(), 256, 0)
-    backend = NativeBackend(demo_model_path(), 1, "", NativeOptions(state_bytes=2 * plan.session_bytes))
+    backend = NativeBackend(demo_model_path(), 1, "", NativeOptions(state_bytes=2 * plan.session_bytes), pin=False)
     first, second = backend.open_session(256, 0), backend.open_session(256, 0)
     with pytest.raises(OutOfMemoryError, match=f"takes {plan.session_bytes} bytes.* may hold {2 * plan.session_bytes}"):
         backend.open_session(256, 0)

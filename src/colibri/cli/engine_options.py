@@ -46,14 +46,19 @@ _OPTIONS: dict[str, Any] = {
     "io_threads": Annotated[int | None, option("N", "threads that read experts [default: 2]", min=1, max=16)],
     "io": Annotated[
         str | None,
-        option("MODE", "direct: past the page cache; buffered: through it; auto: measured at start [default: auto]"),
+        option(
+            "MODE",
+            "direct: past the page cache; buffered: through it; auto: past it unless all experts fit [default: auto]",
+        ),
     ],
     "verify": Annotated[
         str | None,
         option("MODE", "of experts read: crc: CRC32C each time; full: SHA-256 the first time too; off [default: crc]"),
     ],
     "mlock": Annotated[bool, typer.Option("--mlock", help="keep the experts' memory from being swapped out")],
-    "huge_pages": Annotated[str | None, option("SIZE", "for experts: 2M, 1G or off [default: off]")],
+    "huge_pages": Annotated[
+        str | None, option("SIZE", "for experts: 2M, 1G, off or auto (2M if the system allows) [default: auto]")
+    ],
     "usage_file": Annotated[
         Path | None,
         option("FILE", "keep counts of used experts in FILE, and read the most used first at the start"),

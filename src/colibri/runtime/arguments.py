@@ -61,7 +61,7 @@ class EngineArguments:
     verify: str = "crc"
     prefetch_depth: int | None = None
     mlock: bool = False
-    huge_pages: str = "off"
+    huge_pages: str = "auto"
     usage_file: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:

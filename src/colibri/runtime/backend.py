@@ -14,7 +14,7 @@ LogitsMode = Literal["none", "last", "all"]
 STATE_FORMATS = {"f32": 1, "f16": 2, "q8": 3}
 IO_MODES = {"auto": 0, "direct": 1, "buffered": 2}
 VERIFY_MODES = {"crc": 0, "full": 1, "off": 2}
-HUGE_PAGES = {"off": 0, "2M": 1, "1G": 2}
+HUGE_PAGES = {"auto": 0, "2M": 1, "1G": 2, "off": 3}
 MAX_BATCH_TOKENS = 65536
 MAX_IO_THREADS = 16
 MAX_PREFETCH_DEPTH = 8
@@ -28,7 +28,7 @@ class NativeOptions:
     io_threads: int = 0
     io: str = "auto"  # of IO_MODES
     verify: str = "crc"  # of VERIFY_MODES
-    huge_pages: str = "off"  # of HUGE_PAGES
+    huge_pages: str = "auto"  # of HUGE_PAGES
     prefetch_depth: int = 0
     lock_memory: bool = False
     guard: bool = False

@@ -54,8 +54,8 @@ class Engine:
     verify: "crc" checks the checksum of every record on every read, "full" besides its SHA-256 the first time,
         "off" nothing.
     prefetch_depth: predict the experts of so many coming layers and read them ahead, at most 8; None is 1, 0 off.
-    mlock, huge_pages ("2M" or "1G"): memory for experts is locked, or of huge pages; MemoryBudgetWarning when the
-        system does not allow it.
+    mlock: memory for experts is locked. huge_pages: it is of "2M" or "1G" pages; "auto": of 2M where the system
+        gives them; "off". MemoryBudgetWarning when the system does not allow what was asked for.
     usage_file: a file, made when there is none, that keeps how often each expert was used: those used most are read
         first when the engine opens; `close` adds this run. UsageFileWarning when it is damaged or cannot be written.
     Environment: COLIBRI_CPU=scalar|avx2|avxvnni|avx512|amx|neon|i8mm forces a kernel set,
@@ -81,7 +81,7 @@ class Engine:
         verify: str = "crc",
         prefetch_depth: int | None = None,
         mlock: bool = False,
-        huge_pages: str = "off",
+        huge_pages: str = "auto",
         usage_file: str | os.PathLike[str] | None = None,
     ):
         arguments = EngineArguments(
