@@ -20,7 +20,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan(model: Path, cache: Path, *arguments: str) -> dict[str, Any]:
-    done = colibri("plan", model, "--json", *arguments, env={"XDG_CACHE_HOME": str(cache)})
+    # Measuring takes a second or two, and much longer where other processes compute.
+    done = colibri("plan", model, "--json", *arguments, env={"XDG_CACHE_HOME": str(cache)}, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -155,7 +155,7 @@ def test_results_that_do_not_fit_are_refused() -> None:
     output = run_script(
         """
         import colibri
-        engine = colibri.Engine(ram="80MiB", context=1000)
+        engine = colibri.Engine(ram="86MiB", context=1000, sessions=2)
         with engine.session() as session:
             try:
                 session.forward([5] * 900)
