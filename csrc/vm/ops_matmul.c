@@ -5,7 +5,7 @@
 
 #define TASK_BYTES (32 * 1024)
 #define TASKS_PER_THREAD 8
-#define MAX_WIDE_TILES 8 /* for many rows: so few tiles stay in the cache while the row chunks pass */
+#define MAX_WIDE_TILES 16 /* for many rows: so few tiles stay in the cache while the row chunks pass */
 
 cb_matrix cb_matrix_make(const uint8_t *tiles, uint32_t format, uint64_t rows, uint64_t k) {
     uint32_t layout = cb_is_quantised(format) ? CB_LAYOUT_TILED16X4 : CB_LAYOUT_TILED16;

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runtime.test_exactness import this_machine_has
+from runtime.cpus import CPUS, this_machine_has
 from store.conftest import plan_of
 
 import colibri
@@ -103,7 +103,7 @@ def test_guarded_slots_change_nothing(model: Path, expected: str, monkeypatch: p
 
 
 def test_cpus_change_nothing(model: Path, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for cpu in filter(this_machine_has, ("scalar", "avx2", "avx512")):
+    for cpu in filter(this_machine_has, CPUS):
         monkeypatch.setenv("COLIBRI_CPU", cpu)
         assert check(model, expected, 7).cpu == cpu
 
