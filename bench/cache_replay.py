@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 HERE = pathlib.Path(__file__).resolve().parent
-SHARES = (10, 25, 50, 75)
+SHARES: tuple[int, ...] = (10, 25, 50, 75)
 RESCALE = 2.0**500
 
 

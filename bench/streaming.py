@@ -47,7 +47,7 @@ from colibri.runtime.sizes import format_size, parse_size
 HERE = Path(__file__).resolve().parent
 PAGE = 4096
 PROMPTS = (128, 256)
-FIELDS = (
+FIELDS: tuple[str, ...] = (
     "engine", "limit", "phase", "round", "tokens_per_s", "p50_ms", "p99_ms", "mib_per_token", "stall_ms_per_token",
     "hit_percent", "faults", "peak_rss_mib", "peak_group_mib", "belady_mib_per_token", "policy_mib_per_token",
     "disk_mib_per_s", "limit_tokens_per_s", "of_limit_percent", "error",
