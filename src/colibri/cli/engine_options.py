@@ -48,7 +48,7 @@ _OPTIONS: dict[str, Any] = {
         str | None,
         option(
             "MODE",
-            "direct: past the page cache; buffered: through it; auto: past it unless all experts fit [default: auto]",
+            "direct: past the page cache; buffered: through it; auto: direct unless all fit [default: auto]",
         ),
     ],
     "verify": Annotated[
