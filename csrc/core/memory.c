@@ -5,19 +5,17 @@
 #include "core/core.h"
 
 #define LARGE (UINT64_C(1) << 20)
-#define HUGE_PAGE (UINT64_C(1) << 21)
-
 #define PAGE UINT64_C(4096)
 #define HEAP_LIMIT (UINT64_C(128) << 10) /* glibc maps larger blocks on their own */
 
 static uint64_t alignment_of(uint64_t size) { return size >= LARGE ? PAGE : CB_CACHE_LINE; }
 
-/* Weights are streamed: with pages of 4 KiB a core waits for the page tables longer than for the memory. Only whole
- * huge pages inside the block are asked for, so it never takes more than its size. Refused: usual pages. */
+/* Weights and attention state are streamed: with pages of 4 KiB a core waits for the page tables longer than for the
+ * memory. Blocks that follow each other become one range for the kernel, in which a huge page may lie across two of
+ * them; it never holds what is in no block. Refused: usual pages. */
 static void prefer_huge_pages(char *start, uint64_t size) {
-    uint64_t before = -(uintptr_t)start & (HUGE_PAGE - 1);
-    if (size >= before + HUGE_PAGE)
-        madvise(start + before, (size - before) / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);
+    uint64_t before = (uintptr_t)start & (PAGE - 1);
+    madvise(start - before, cb_round_up(before + size, PAGE), MADV_HUGEPAGE);
 }
 
 /* calloc, not aligned_alloc and memset: fresh pages of a large block are zero already and are
@@ -33,7 +31,8 @@ void *cb_alloc(uint64_t size) {
     uintptr_t aligned = ((uintptr_t)start + sizeof(void *) + alignment - 1) & ~(uintptr_t)(alignment - 1);
     char *memory = start + (aligned - (uintptr_t)start);
     memcpy(memory - sizeof start, &start, sizeof start);
-    prefer_huge_pages(start, size + slack);
+    if (size >= LARGE)
+        prefer_huge_pages(start, size + slack);
     return memory;
 }
 
