@@ -384,7 +384,7 @@ def main() -> None:
     parser.add_argument("--policy", action="append", choices=list(POLICIES))
     parser.add_argument("--output", type=pathlib.Path, default=HERE / "results" / "cache_replay.csv")
     arguments = parser.parse_args()
-    shares = arguments.share or list(SHARES)
+    shares: list[int] = arguments.share or list(SHARES)
     policies = arguments.policy or list(POLICIES)
     rows: list[dict[str, object]] = []
     for path in arguments.traces or sorted((HERE / "traces").glob("*.npz")):

@@ -344,7 +344,7 @@ def main() -> int:
         print(f"does not hold: {claim}")
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     with arguments.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
+        writer: csv.DictWriter[str] = csv.DictWriter(file, FIELDS)
         writer.writeheader()
         for row in rows + table + ratios + swept:
             writer.writerow({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})
