@@ -45,6 +45,7 @@ class Run:
     rounds: int
     threads: int
     pythons: dict[str, str | None]
+    short: bool
 
 
 def time_kernels(run: Run, path: Path) -> None:
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("--shape", default="b1", choices=["tiny", "b1", "b7"])
     parser.add_argument("--models", type=Path, default=HERE / "models", help="folder for the models")
     parser.add_argument("--rounds", type=int, default=5, help="alternating rounds")
+    parser.add_argument("--short", action="store_true", help="q4_0: only a prompt of 256, its decoding and 8 sequences")
     parser.add_argument("--threads", type=int, default=2, help="threads of every engine")
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas between them")
     parser.add_argument("--build", type=Path, default=HERE.parent / "build" / "bench", help="folder for the C programs")
@@ -82,6 +84,7 @@ def main() -> None:
         rounds=arguments.rounds,
         threads=arguments.threads,
         pythons={peer: getattr(arguments, f"{peer}_python") for peer in PEERS},
+        short=arguments.short,
     )
     work = {
         "load": sections.load,

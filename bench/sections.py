@@ -214,7 +214,9 @@ def add_bounds(
 
 
 def q4_0(run: Run) -> None:
-    requests = [Request(64, 24), Request(256, 48), Request(1024, 32), Request(64, 24, 4), Request(64, 24, 8)]
+    requests = [Request(256, 48), Request(64, 24, 8)]
+    if not run.short:
+        requests += [Request(64, 24), Request(1024, 32), Request(64, 24, 4)]
     compare(run, "q4_0", [ours(run, "keep"), *gguf_peers(run)], requests, bounds=True)
 
 
