@@ -100,8 +100,12 @@ static colibri_status load(const char *path, cb_error *error) {
     if (status == COLIBRI_OK)
         status = cb_expert_store_open(model, &options, &store, error);
     if (status == COLIBRI_OK) {
-        if (tensor_bytes + cb_expert_store_bytes(store) > model->file_size + 64)
-            broken("more weight bytes than the file has", tensor_bytes, cb_expert_store_bytes(store));
+        /* Slots are whole pages; what pads them is told by the plan. */
+        cb_store_plan plan;
+        cb_expert_store_plan(model, &options, &plan);
+        uint64_t record_bytes = cb_expert_store_bytes(store) - plan.wasted_bytes;
+        if (tensor_bytes + record_bytes > model->file_size + 64 + 4096)
+            broken("more weight bytes than the file has", tensor_bytes, record_bytes);
         for (uint32_t i = 0; i < model->tensor_count; i++)
             if (!same_bytes(path, model->tensors[i].offset, model->tensors[i].data, model->tensors[i].size))
                 broken("a tensor in memory is not the file's", i, 0);
