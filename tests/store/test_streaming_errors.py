@@ -29,6 +29,11 @@ from colibri.runtime.native_backend import NativeBackend, plan_memory
         ({"prefetch_depth": 9}, "prefetch_depth must be a whole number from 0 to 8"),
         ({"max_batch_tokens": 65537}, "max_batch_tokens must be a whole number from 1 to 65536"),
         ({"expert_cache": 0}, "expert_cache"),
+        ({"io": []}, "io must be one of"),
+        ({"pin": "x"}, "pin must be True or False, not 'x'"),
+        ({"mlock": 2**32}, "mlock must be True or False"),
+        ({"sessions": None}, "sessions must be a whole number"),
+        ({"usage_file": 3}, "usage_file must be a path, not 3"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:

@@ -41,7 +41,7 @@ _OPTIONS: dict[str, Any] = {
         int | None, option("N", "tokens computed together [default: by the budget]", "--max-batch", min=1, max=4096)
     ],
     "prefetch_depth": Annotated[
-        int | None, option("N", "layers whose experts are read ahead; 0 is off [default: 1]", min=0)
+        int | None, option("N", "layers whose experts are read ahead; 0 is off [default: 1]", min=0, max=8)
     ],
     "io_threads": Annotated[int | None, option("N", "threads that read experts [default: 2]", min=1, max=16)],
     "io": Annotated[

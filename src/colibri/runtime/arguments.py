@@ -39,7 +39,7 @@ def whole_number(name: str, value: int | None, low: int, high: int) -> int:
 
 def one_of(name: str, value: str, known: Iterable[str]) -> str:
     """`value`, if it is known; UsageError calls it `name`."""
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         raise UsageError(f"{name} must be one of {', '.join(known)}, not {value!r}")
     return value
 
@@ -75,6 +75,13 @@ class EngineArguments:
         one_of("huge_pages", self.huge_pages, HUGE_PAGES)
         if self.kv is not None:
             one_of("kv", self.kv, STATE_FORMATS)
+        if self.sessions is None:
+            raise UsageError(f"sessions must be a whole number from 1 to {_MOST_SESSIONS}, not None")
+        for name in ("mlock", "pin"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if not isinstance(self.usage_file, str | os.PathLike | None):
+            raise UsageError(f"usage_file must be a path, not {self.usage_file!r}")
         for name in ("ram", "expert_cache"):
             if getattr(self, name) is not None:
                 parse_size(name, getattr(self, name))
