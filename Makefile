@@ -30,13 +30,13 @@ lint:
 	$(BIN)/python tools/generate.py --check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $$(find csrc tests -name '*.[ch]' ! -name '*_generated.h')
+	$(BIN)/clang-format --dry-run --Werror $$(find csrc tests bench -name '*.[ch]' ! -name '*_generated.h')
 	$(BIN)/pyright
 
 format:
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(find csrc tests -name '*.[ch]' ! -name '*_generated.h')
+	$(BIN)/clang-format -i $$(find csrc tests bench -name '*.[ch]' ! -name '*_generated.h')
 
 native:
 	$(BIN)/cmake -S . -B $(NATIVE) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DCOLIBRI_TESTS=ON

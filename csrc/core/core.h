@@ -90,8 +90,8 @@ uint32_t cb_pool_threads(const cb_pool *pool);
  * ascending order from one counter. One caller at a time (the runtime's lock). With one task or
  * one thread it runs in the caller. Workers spin for some microseconds, then sleep. */
 void cb_pool_run(cb_pool *pool, uint32_t count, cb_task task, void *context);
-/* Around many runs with little between them: wakes the workers at once and lets them spin for some
- * milliseconds; pins the caller, whose old mask comes back at the end. */
+/* Around many runs with little between them: wakes the workers at once and lets them wait longer awake; pins the
+ * caller, whose old mask comes back at the end. */
 void cb_pool_begin(cb_pool *pool);
 void cb_pool_end(cb_pool *pool);
 uint64_t cb_pool_regions(const cb_pool *pool); /* runs shared out to several threads since the pool was opened */

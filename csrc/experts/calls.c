@@ -80,10 +80,10 @@ uint32_t cb_store_next(cb_expert_store *store, cb_store_ready *ready, uint32_t m
     }
     pthread_mutex_lock(&store->mutex);
     if (call->handed < call->count && call->handed == call->ready_count) {
-        uint64_t start = now();
+        uint64_t start = cb_now();
         while (call->handed == call->ready_count)
             pthread_cond_wait(&store->ready, &store->mutex);
-        count_more(&store->t.sets[call->set].stall_nanoseconds, now() - start);
+        count_more(&store->t.sets[call->set].stall_nanoseconds, cb_now() - start);
     }
     for (; given < most && call->handed < call->ready_count; given++, call->handed++) {
         uint32_t e = call->ready[call->handed];

@@ -249,9 +249,9 @@ void *cb_store_read(void *argument) {
         pthread_mutex_unlock(&store->mutex);
 
         cb_error error = {0};
-        uint64_t start = now();
+        uint64_t start = cb_now();
         cb_record_read(&store->file, set, expert, memory, first, &error);
-        uint64_t nanoseconds = now() - start;
+        uint64_t nanoseconds = cb_now() - start;
 
         pthread_mutex_lock(&store->mutex);
         store->reading_ahead -= ahead;

@@ -237,6 +237,7 @@ fail:
 void cb_expert_store_close(cb_expert_store *store) {
     if (store == NULL)
         return;
+    cb_guard_remove(store);
     stop_threads(store);
     cb_record_file_close(&store->file);
     cb_slots_unmap(&store->slots);

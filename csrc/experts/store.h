@@ -90,5 +90,9 @@ typedef struct cb_store_place {
     const char *state;          /* "free", "loading", "kept" (no call has asked for it) or "pinned" */
 } cb_store_place;
 bool cb_store_slot_at(const cb_expert_store *store, const void *address, cb_store_place *place);
+/* From now on an access to a slot that no call holds is named on stderr before it ends the process. The handler of
+ * SIGSEGV is the process's: for debugging only. False: the store has no guard, or too many stores ask. */
+bool cb_guard_add(const cb_expert_store *store);
+void cb_guard_remove(const cb_expert_store *store);
 
 #endif

@@ -7,7 +7,6 @@
 #define CB_STORE_PARTS_H
 
 #include <pthread.h>
-#include <time.h>
 
 #include "experts/io.h"
 #include "experts/policy.h"
@@ -111,12 +110,6 @@ struct cb_expert_store {
     ring prefetch, warm;
     cb_usage usage;
 };
-
-static inline uint64_t now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (uint64_t)time.tv_sec * UINT64_C(1000000000) + (uint64_t)time.tv_nsec;
-}
 
 static inline void count_more(counter *counter, uint64_t more) {
     atomic_fetch_add_explicit(counter, more, memory_order_relaxed);

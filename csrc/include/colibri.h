@@ -125,6 +125,10 @@ COLIBRI_API colibri_status colibri_engine_open(colibri_runtime *runtime, const c
 COLIBRI_API colibri_status colibri_engine_close(colibri_engine *engine);
 COLIBRI_API void colibri_engine_get_info(const colibri_engine *engine, colibri_engine_info *info);
 
+/* Debugging, for an engine opened with guard = 1: an access to an expert's memory that no call holds is named on stderr
+ * before it ends the process. Takes the process's handler of SIGSEGV; the fault then goes on to the handler before. */
+COLIBRI_API colibri_status colibri_engine_guard(colibri_engine *engine, char *message, size_t message_size);
+
 /* Low-priority reads of these experts of a set, first to last, as far as there is free memory for experts; the call
  * does not wait for them. */
 COLIBRI_API colibri_status colibri_engine_warm(colibri_engine *engine, uint32_t set, const uint32_t *experts,

@@ -140,6 +140,18 @@ void colibri_engine_get_info(const colibri_engine *engine, colibri_engine_info *
     info->token_expert_bytes = cb_token_expert_bytes(engine->model);
 }
 
+colibri_status colibri_engine_guard(colibri_engine *engine, char *message, size_t message_size) {
+    cb_error error = {0};
+    if (engine == NULL)
+        cb_fail(&error, COLIBRI_INVALID, "engine must not be NULL");
+    else if (cb_forked(engine->runtime))
+        cb_fail_forked(&error);
+    else if (!cb_guard_add(engine->store))
+        cb_fail(&error, COLIBRI_INVALID, "the engine was not opened with guard = 1, or too many guarded ones are open");
+    cb_copy_message(&error, message, message_size);
+    return error.status;
+}
+
 colibri_status colibri_engine_warm(colibri_engine *engine, uint32_t set, const uint32_t *experts, uint32_t count,
                                    char *message, size_t message_size) {
     cb_error error = {0};

@@ -11,6 +11,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "check.h"
 #include "colibri.h"
 
 static atomic_uint allocations;
@@ -74,14 +75,6 @@ void *mmap(void *address, size_t length, int protection, int flags, int file, of
 static void start_counting(void) {}
 
 #endif
-
-#define CHECK(condition)                                                                                               \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);                                            \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
-    } while (0)
 
 /* A sanitizer allocates in every thread that starts: wait until the workers have given themselves their name. */
 static void wait_for_workers(uint32_t wanted) {

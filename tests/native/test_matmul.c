@@ -1,8 +1,5 @@
-/* Matmul and decode_row of every ISA this CPU has against naive.h, bit for bit. `test_matmul bench [MiB]` measures
- * instead: GB/s for one activation row over that many MiB of weights, and GOPS (2 for a multiplication and addition)
- * for 64 rows. */
+/* Matmul and decode_row of every ISA this CPU has against naive.h, bit for bit. */
 #include <pthread.h>
-#include <time.h>
 
 #include "kernel_test.h"
 
@@ -199,62 +196,4 @@ static void test_variant(void) {
     test_decode_row();
 }
 
-/* ---- speed ---- */
-
-/* Of this thread alone, so that other programs disturb less. */
-static double seconds(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
-/* Best of several runs over a matrix of about `bytes`, one thread, in the VM's portions of a few tiles. */
-static double time_matmul(uint32_t format, uint64_t bytes, uint32_t count, uint64_t *total_bytes, uint64_t *weights) {
-    enum { K = 2048, PORTION = 16 };
-    naive_matrix shape = {.rows = 16 * PORTION, .cols = K, .format = format};
-    shape.values = format <= CB_FORMAT_F16 ? (float *)(uintptr_t)64 : NULL; /* only its presence is looked at */
-    const uint64_t portion_bytes = naive_packed_size(&shape, tile_layout(format));
-    const uint64_t portions = bytes / portion_bytes + 1;
-    uint8_t *data = cb_alloc(portions * portion_bytes);
-    float *out = floats((size_t)count * 16 * PORTION);
-    cb_rows x = random_rows(count, K, CODES_RANDOM);
-    double best = 1e9;
-    if (!data) {
-        abort();
-    }
-    for (uint64_t i = 0; i < portions * portion_bytes; i += 2) { /* any numbers that are no denormals */
-        data[i] = (uint8_t)random_u32();
-        data[i + 1] = 0x2c;
-    }
-    for (int run = 0; run < 5; run++) {
-        const double start = seconds();
-        for (uint64_t portion = 0; portion < portions; portion++) {
-            const cb_matmul job = {data + portion * portion_bytes, 16 * PORTION, K, &x, NULL, count, out, 16 * PORTION};
-            kernels->matmul[format](&job);
-        }
-        const double taken = seconds() - start;
-        best = taken < best ? taken : best;
-    }
-    *total_bytes = portions * portion_bytes;
-    *weights = portions * 16 * PORTION * K;
-    cb_free(data), free(out), free_rows(&x);
-    return best;
-}
-
-static uint64_t bytes_read;
-
-static void bench_variant(void) {
-    const bool scalar = kernels->isa == CB_ISA_SCALAR;
-    for (uint32_t f = 0; f < 5; f++) {
-        uint64_t bytes, weights;
-        const double one = time_matmul(formats[f], scalar ? bytes_read / 32 : bytes_read, 1, &bytes, &weights);
-        printf("%-32s %8.2f GB/s", kernels->matmul_name[formats[f]], (double)bytes / one * 1e-9);
-        const double many = time_matmul(formats[f], scalar ? 1u << 19 : 8u << 20, 64, &bytes, &weights);
-        printf(" %8.1f GOPS\n", (double)weights * 2 * 64 / many * 1e-9);
-    }
-}
-
-int main(int argument_count, char **arguments) {
-    bytes_read = (argument_count > 2 ? strtoull(arguments[2], NULL, 10) : 256) << 20;
-    return for_all_variants(argument_count > 1 && strcmp(arguments[1], "bench") == 0 ? bench_variant : test_variant);
-}
+int main(void) { return for_all_variants(test_variant); }

@@ -9,15 +9,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "check.h"
 #include "runtime/runtime.h"
-
-#define CHECK(condition)                                                                                               \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);                                            \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
-    } while (0)
 
 #define TOKENS 90
 

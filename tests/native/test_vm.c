@@ -9,16 +9,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "check.h"
 #include "float_mode.h"
 #include "runtime/runtime.h"
-
-#define CHECK(condition)                                                                                               \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);                                            \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
-    } while (0)
 
 #define LONG 2100 /* tokens: three attention splits */
 #define SHORT 150

@@ -9,8 +9,9 @@
  * and goes through all panels. A panel times a weight tile is a step: its four products begin while those of the step
  * before are stored and, shortly after, scaled.
  *
- * What bounds it: while tiles work, AVX-512 arithmetic has one port left, and a row of a product takes two
- * instructions there, a block's row one more: 36 cycles for a product of 16 rows, which the tiles do in 16.
+ * What seems to bound it: while tiles work, AVX-512 arithmetic was measured at one instruction a cycle. A row of a
+ * product takes two of them and a block's row one more, so 36 cycles for a product of 16 rows, which the tiles do
+ * in 16.
  *
  * Tiles belong to the thread: they are configured at the start of a call and released at its end, so that no other
  * code meets them and the kernel has nothing to save when it switches threads. */

@@ -38,7 +38,7 @@ _OPTIONS: dict[str, Any] = {
         str | None, option("SIZE", "of it for experts [default: what the rest of the model leaves]")
     ],
     "max_batch_tokens": Annotated[
-        int | None, option("N", "tokens computed together [default: by the budget]", "--max-batch", min=1, max=4096)
+        int | None, option("N", "tokens computed together [default: by the budget]", "--max-batch", min=1, max=65536)
     ],
     "prefetch_depth": Annotated[
         int | None, option("N", "layers whose experts are read ahead; 0 is off [default: 1]", min=0, max=8)

@@ -27,6 +27,8 @@ def print_experts(console: Console, statistics: Statistics) -> None:
     if not statistics.resident:
         table.add_section()
         table.add_row("all", *_sums(sets))
+    for column in table.columns:
+        column.overflow = "fold"  # a narrow terminal breaks numbers, it never loses digits
     console.print(table)
     for line in notes(statistics):
         console.print(line, highlight=False)

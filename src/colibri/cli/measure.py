@@ -14,7 +14,7 @@ from colibri.cli.engine_options import EngineOptions
 from colibri.cli.generate import read_text
 from colibri.cli.output import write, write_json
 from colibri.cli.profile import phase_profile, profile_table
-from colibri.errors import ColibriError, UsageError
+from colibri.errors import ColibriError, MemoryBudgetError, UsageError
 from colibri.runtime.engine import Engine
 from colibri.runtime.memory_limits import process_memory
 from colibri.runtime.model_text import ModelText
@@ -44,7 +44,11 @@ def perplexity_command(model: Path, text: Path, context: int | None, options: En
     if len(tokens) < 2:
         raise ColibriError(f"{text} gives {len(tokens)} tokens and perplexity needs 2; give a longer text")
     del content, file
-    with Engine(model, context=window, **options) as engine:
+    try:
+        engine = Engine(model, context=window, **options)
+    except MemoryBudgetError as error:
+        raise MemoryBudgetError(f"{error} (encoding {text} took memory as well: a shorter text takes less)") from None
+    with engine:
         start = time.perf_counter()
         value, predictions = perplexity_of(engine, tokens, window)
         seconds = time.perf_counter() - start

@@ -213,8 +213,9 @@ def _refusal(
     if wishes.expert_cache is not None:
         if wishes.expert_cache < least_experts:
             return MemoryBudgetError(
-                f"{wishes.name}: expert_cache={format_size(wishes.expert_cache)} is less than the {_up(least_experts)} "
-                f"with which it can run; the experts of its largest layer have {layer}, all {all_experts}"
+                f"{wishes.name}: expert_cache={format_size(wishes.expert_cache)} is less than the "
+                f"{format_size(least_experts)} with which it can run; the experts of its largest layer have "
+                f"{layer}, all {all_experts}"
             )
         least_experts = _wanted(wishes, model)
     least = Budget(wishes, model, process.resident, ram, chunk, least_experts)

@@ -211,6 +211,7 @@ _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
     "colibri_engine_close": (c.c_int, (c.c_void_p,)),
     "colibri_engine_get_info": (None, (c.c_void_p, c.POINTER(EngineInfo))),
+    "colibri_engine_guard": (c.c_int, (c.c_void_p, *_MESSAGE)),
     "colibri_engine_warm": (c.c_int, (c.c_void_p, c.c_uint32, c.c_void_p, c.c_uint32, *_MESSAGE)),
     "colibri_plan_memory": (
         c.c_int,

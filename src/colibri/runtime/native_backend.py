@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as c
+import io
 import math
 import os
 import threading
@@ -140,10 +141,18 @@ class NativeSession:
     def save(self) -> bytes:
         message = native.message_buffer()
         with self._open_handle() as handle:
-            buffer = _array((library.colibri_state_size(handle),), np.uint8)
-            status = library.colibri_state_save(handle, buffer.ctypes.data, buffer.size, message, len(message))
+            size = library.colibri_state_size(handle)
+            try:
+                stream = io.BytesIO()  # hands its bytes out without a copy, which a memory budget has no room for
+                stream.seek(size - 1)
+                stream.write(b"\0")
+            except MemoryError:
+                raise OutOfMemoryError(f"not enough memory for a state of {format_size(size)}") from None
+            with stream.getbuffer() as view:
+                address = c.addressof(c.c_char.from_buffer(view))
+                status = library.colibri_state_save(handle, address, size, message, len(message))
         native.check(status, message)
-        return buffer.tobytes()
+        return stream.getvalue()
 
     def restore(self, blob: bytes) -> None:
         message = native.message_buffer()
@@ -390,6 +399,8 @@ def _open_engine(runtime: _Runtime, path: Path, options: NativeOptions) -> c.c_v
         runtime.handle, os.fsencode(path), c.byref(given), c.byref(handle), message, len(message)
     )
     native.check(status, message)
+    if options.guard:
+        library.colibri_engine_guard(handle, message, len(message))  # refused only beyond 16 engines: no names then
     return handle
 
 

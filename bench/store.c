@@ -1,6 +1,6 @@
 /* How fast the store reads records, beside threads that only read the same records past the page cache, in turn.
  *
- *   speed_store MODEL.cbi [io threads] [rounds] [slots of each size] [colibri_verify] [colibri_pages]
+ *   store MODEL.cbi [io threads] [rounds] [slots of each size] [colibri_verify] [colibri_pages]
  *
  * The consumer releases every record at once. What is compared is the best and the median round of each. */
 #include <fcntl.h>
@@ -12,17 +12,10 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "check.h"
 #include "experts/policy.h"
 #include "experts/slots.h"
 #include "experts/store.h"
-
-#define CHECK(condition)                                                                                               \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);                                            \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
-    } while (0)
 
 enum { MOST_THREADS = 16, MOST_ROUNDS = 200 };
 
