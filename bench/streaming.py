@@ -34,6 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import machine
 import numpy as np
 from cache_replay import Belady, ExpectedWait, Trace, replay
 from memory_limit import Group, memory_limit
@@ -63,15 +64,6 @@ def requests(steps: int, topic: int | None) -> dict[str, dict[str, Any]]:
         for i, name in enumerate(("topic first", "topic warm")):
             result[name] = {"prompt": 1, "steps": steps, "topic": topic, "seed": 10 + i}
     return result
-
-
-def drop_from_cache(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
 
 
 def run_engine(
@@ -237,7 +229,7 @@ def compare(arguments: argparse.Namespace, threads: list[str]) -> list[Row]:
         for engine, command in jobs.items():
             for path in (arguments.model, arguments.gguf):
                 if path:
-                    drop_from_cache(path)
+                    machine.evict(path)
             with memory_limit(limit) as group:
                 facts, answers, last = run_engine(command, plan, group)
             best: dict[str, float] = {}
@@ -274,7 +266,7 @@ def sweep(arguments: argparse.Namespace, threads: list[str]) -> tuple[list[Row],
     broken: list[str] = []
     before = float("inf")
     for budget in sorted(arguments.budget, key=lambda text: parse_size("--budget", text)):
-        drop_from_cache(arguments.model)
+        machine.evict(arguments.model)
         command = [sys.executable, str(HERE / "streaming_peers.py"), "colibri", str(arguments.model), "--ram", budget]
         _, answers, last = run_engine([*command, *threads], plan, None)
         if "error" in last:
