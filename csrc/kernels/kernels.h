@@ -68,7 +68,8 @@ typedef struct cb_kernels {
     bool (*clamp)(float *y, const float *x, float low, float high, uint64_t n); /* false: x is not finite */
     void (*silu_mul)(float *y, const float *gate, const float *up, uint64_t n); /* gate * sigmoid(gate) * up */
     void (*sigmoid_scale)(float *y, const float *x, float gate, uint64_t n);    /* sigmoid(gate) * x */
-    void (*add_scaled)(float *y, const float *x, float weight, uint64_t n);     /* y = fma(weight, x, y) */
+    /* y = fma(weight, x, y); false: x is not finite */
+    bool (*add_scaled)(float *y, const float *x, float weight, uint64_t n);
     void (*softmax)(float *x, uint32_t n);
     /* table: n cosines then n sines, times scale */
     void (*rope_table)(float *table, const float *inverse_frequencies, uint32_t n, uint32_t position, float scale);

@@ -115,10 +115,14 @@ void KERNEL(sigmoid_scale)(float *y, const float *x, float gate, uint64_t n) {
     }
 }
 
-void KERNEL(add_scaled)(float *y, const float *x, float weight, uint64_t n) {
+bool KERNEL(add_scaled)(float *y, const float *x, float weight, uint64_t n) {
+    vec m = vec_set(0.0f);
     for (uint64_t i = 0; i < n; i += VEC_LANES) {
-        store_lanes(y + i, vec_fma(vec_set(weight), load_lanes(x + i, n - i), load_lanes(y + i, n - i)), n - i);
+        const vec part = load_lanes(x + i, n - i);
+        m = vec_max_magnitude(m, part);
+        store_lanes(y + i, vec_fma(vec_set(weight), part, load_lanes(y + i, n - i)), n - i);
     }
+    return finite_magnitude(m);
 }
 
 void KERNEL(softmax)(float *x, uint32_t n) {

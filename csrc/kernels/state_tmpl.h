@@ -1,9 +1,23 @@
 /* Keys and values into a state block. Included after rows_tmpl.h. */
 
+/* `lanes` elements, element j at place j * stride. */
+VEC_INLINE void scatter(uint8_t *block, const uint64_t stride, const void *elements, const uint32_t size,
+                        uint32_t lanes) {
+    if (stride == 1 && lanes == VEC_LANES) {
+        memcpy(block, elements, VEC_LANES * size);
+        return;
+    }
+    for (uint32_t j = 0; j < lanes; j++) {
+        memcpy(block + j * stride * size, (const uint8_t *)elements + j * size, size);
+    }
+}
+
 /* Writes n values of x, element i at place i * stride of the block. */
-static bool put_row(uint32_t format, void *block, uint64_t stride, float *scale, const float *x, uint32_t n) {
+VEC_INLINE bool put_row(const uint32_t format, void *block, const uint64_t stride, float *scale, const float *x,
+                        uint32_t n) {
     const uint32_t bits = largest_magnitude(x, n);
     const uint32_t limit = format == COLIBRI_STATE_F16 ? 0x477ff000u : 0x7f800000u; /* 65520 rounds to infinity */
+    const uint32_t size = (uint32_t)element_size(format);
     vec inverse = vec_set(0.0f);
     if (bits >= limit) {
         return false;
@@ -16,35 +30,39 @@ static bool put_row(uint32_t format, void *block, uint64_t stride, float *scale,
     }
     for (uint32_t i = 0; i < n; i += VEC_LANES) {
         const vec part = load_lanes(x + i, n - i);
-        const uint32_t lanes = lanes_of(n - i);
+        uint8_t elements[VEC_LANES * sizeof(float)];
         if (format == COLIBRI_STATE_F32) {
-            for (uint32_t j = 0; j < lanes; j++) {
-                ((float *)block)[(i + j) * stride] = x[i + j];
-            }
+            vec_store((float *)(void *)elements, part);
         } else if (format == COLIBRI_STATE_F16) {
-            uint16_t halves[VEC_LANES];
-            vec_store_f16(halves, part);
-            for (uint32_t j = 0; j < lanes; j++) {
-                ((uint16_t *)block)[(i + j) * stride] = halves[j];
-            }
+            vec_store_f16((uint16_t *)(void *)elements, part);
         } else {
-            int8_t codes[VEC_LANES];
-            vec_store_int8(codes, vec_mul(part, inverse));
-            for (uint32_t j = 0; j < lanes; j++) {
-                ((int8_t *)block)[(i + j) * stride] = codes[j];
-            }
+            vec_store_int8((int8_t *)elements, vec_mul(part, inverse));
         }
+        scatter((uint8_t *)block + i * stride * size, stride, elements, size, lanes_of(n - i));
     }
     return true;
 }
 
+VEC_INLINE bool put(uint32_t format, uint8_t *block, uint64_t slot_elements, const uint64_t stride, float *scale,
+                    const float *x, uint32_t n) {
+    uint8_t *place = block + slot_elements * element_size(format);
+    switch (format) {
+    case COLIBRI_STATE_F16:
+        return put_row(COLIBRI_STATE_F16, place, stride, scale, x, n);
+    case COLIBRI_STATE_Q8:
+        return put_row(COLIBRI_STATE_Q8, place, stride, scale, x, n);
+    default:
+        return put_row(COLIBRI_STATE_F32, place, stride, scale, x, n);
+    }
+}
+
 bool KERNEL(put_key)(uint32_t format, void *block, float *scales, uint32_t slot, const float *key, uint32_t key_dim) {
-    uint8_t *place = (uint8_t *)block + slot * element_size(format);
-    return put_row(format, place, CB_KEY_BLOCK, format == COLIBRI_STATE_Q8 ? scales + slot : NULL, key, key_dim);
+    float *scale = format == COLIBRI_STATE_Q8 ? scales + slot : NULL;
+    return put(format, block, slot, CB_KEY_BLOCK, scale, key, key_dim);
 }
 
 bool KERNEL(put_value)(uint32_t format, void *block, float *scales, uint32_t slot, const float *value,
                        uint32_t value_dim) {
-    uint8_t *place = (uint8_t *)block + slot * (uint64_t)value_dim * element_size(format);
-    return put_row(format, place, 1, format == COLIBRI_STATE_Q8 ? scales + slot : NULL, value, value_dim);
+    float *scale = format == COLIBRI_STATE_Q8 ? scales + slot : NULL;
+    return put(format, block, (uint64_t)slot * value_dim, 1, scale, value, value_dim);
 }

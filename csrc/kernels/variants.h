@@ -21,7 +21,7 @@
     bool kernel_clamp_##isa(float *y, const float *x, float low, float high, uint64_t n);                              \
     void kernel_silu_mul_##isa(float *y, const float *gate, const float *up, uint64_t n);                              \
     void kernel_sigmoid_scale_##isa(float *y, const float *x, float gate, uint64_t n);                                 \
-    void kernel_add_scaled_##isa(float *y, const float *x, float weight, uint64_t n);                                  \
+    bool kernel_add_scaled_##isa(float *y, const float *x, float weight, uint64_t n);                                  \
     void kernel_softmax_##isa(float *x, uint32_t n);                                                                   \
     void kernel_rope_table_##isa(float *table, const float *inverse_frequencies, uint32_t n, uint32_t position,        \
                                  float scale);                                                                         \

@@ -9,6 +9,7 @@
 
 #define TASK_ROWS 64 /* query rows of a task, as long as one token has fewer */
 #define MAX_QUERY_TOKENS 32
+#define PUT_ROWS 16      /* rows of a head that are put into the state together */
 #define PARTIAL_ROWS 256 /* (token, split) pairs whose splits may run side by side */
 #define SPLIT_BLOCKS (CB_SPLIT_KEYS / CB_KEY_BLOCK)
 
@@ -81,30 +82,57 @@ void cb_plan_attention(cb_vm *vm, cb_arena *arena, uint64_t *worker_bytes) {
 
 /* ---- keys and values ---- */
 
-static void put_row(cb_vm *vm, const void *context, uint32_t row, uint32_t worker) {
-    (void)worker;
-    const attention_job *job = context;
+static const float *key_of(const attention_job *job, uint32_t row, uint32_t head) {
+    return job->k->values + row * job->k->stride + (uint64_t)head * job->key_dim;
+}
+
+static const float *value_of(const attention_job *job, uint32_t row, uint32_t head) {
+    return job->v->values + row * job->v->stride + (uint64_t)head * job->value_dim;
+}
+
+static void put_row(const attention_job *job, uint32_t row, uint32_t head) {
+    const cb_vm *vm = job->vm;
     const cb_segment *segment = &vm->pass.segments[vm->pass.segment_of[row]];
     const cb_state_layout *layout = &segment->layout->states[job->op->attention.cache];
     uint32_t position = vm->pass.positions[row], slot = position % CB_KEY_BLOCK;
     uint8_t *data = segment->blocks[position / CB_KEY_BLOCK]->data;
-    bool scaled = layout->format == COLIBRI_STATE_Q8, fits = true;
-    for (uint32_t h = 0; h < job->kv_heads; h++) {
-        float *key_scales = scaled ? (float *)(void *)(data + layout->key_scales) + h * CB_KEY_BLOCK : NULL;
-        float *value_scales = scaled ? (float *)(void *)(data + layout->value_scales) + h * CB_KEY_BLOCK : NULL;
-        fits &= vm->kernels->put_key(layout->format, data + layout->keys + h * layout->key_head_bytes, key_scales, slot,
-                                     job->k->values + row * job->k->stride + (uint64_t)h * job->key_dim, job->key_dim);
-        fits &= vm->kernels->put_value(
-            layout->format, data + layout->values + h * layout->value_head_bytes, value_scales, slot,
-            job->v->values + row * job->v->stride + (uint64_t)h * job->value_dim, job->value_dim);
+    bool scaled = layout->format == COLIBRI_STATE_Q8;
+    float *key_scales = scaled ? (float *)(void *)(data + layout->key_scales) + head * CB_KEY_BLOCK : NULL;
+    float *value_scales = scaled ? (float *)(void *)(data + layout->value_scales) + head * CB_KEY_BLOCK : NULL;
+    bool key_fits = vm->kernels->put_key(layout->format, data + layout->keys + head * layout->key_head_bytes,
+                                         key_scales, slot, key_of(job, row, head), job->key_dim);
+    bool value_fits = vm->kernels->put_value(layout->format, data + layout->values + head * layout->value_head_bytes,
+                                             value_scales, slot, value_of(job, row, head), job->value_dim);
+    if (!key_fits || !value_fits) /* several heads may fail at once */
+        __atomic_store_n(&vm->row_failed[row], 1, __ATOMIC_RELAXED);
+}
+
+static void prefetch_floats(const float *x, uint32_t count) {
+    for (uint32_t i = 0; i < count; i += CB_CACHE_LINE / sizeof *x)
+        __builtin_prefetch(x + i);
+}
+
+/* Neighbouring keys of a head share cache lines: those lines stay near while PUT_ROWS keys are written. What is read
+ * is a short piece of each row, which the hardware does not foresee. */
+static void put_head(cb_vm *vm, const void *context, uint32_t task, uint32_t worker) {
+    (void)worker;
+    const attention_job *job = context;
+    uint32_t head = task % job->kv_heads, first = task / job->kv_heads * PUT_ROWS;
+    uint32_t end = vm->pass.rows - first < PUT_ROWS ? vm->pass.rows : first + PUT_ROWS;
+    for (uint32_t row = first; row < end; row++) {
+        prefetch_floats(key_of(job, row, head), job->key_dim);
+        prefetch_floats(value_of(job, row, head), job->value_dim);
     }
-    vm->row_failed[row] = !fits;
+    for (uint32_t row = first; row < end; row++)
+        put_row(job, row, head);
 }
 
 static void put_rows(const attention_job *job) {
     cb_vm *vm = job->vm;
     uint32_t k_width = job->kv_heads * job->key_dim, v_width = job->kv_heads * job->value_dim;
-    cb_for_rows(vm, vm->pass.rows, (uint64_t)k_width + v_width, put_row, job);
+    uint32_t rows = vm->pass.rows, together = rows < PUT_ROWS ? rows : PUT_ROWS;
+    uint32_t tasks = (rows + PUT_ROWS - 1) / PUT_ROWS * job->kv_heads;
+    cb_for_rows(vm, tasks, ((uint64_t)job->key_dim + job->value_dim) * together, put_head, job);
     for (uint32_t row = 0; row < vm->pass.rows; row++) {
         if (!vm->row_failed[row])
             continue;

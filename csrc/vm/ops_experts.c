@@ -21,7 +21,7 @@ typedef struct active_expert {
     uint32_t expert, first_slot, count;
     uint32_t first_hidden; /* in its batch */
     uint32_t first_task;
-    uint32_t row_chunks;
+    cb_row_chunks chunks;
     cb_matrix gate, up, down;
 } active_expert;
 
@@ -199,7 +199,7 @@ static uint32_t cut_tasks(experts_job *job, bool down) {
     for (uint32_t i = 0; i < job->batch_count; i++) {
         active_expert *a = &job->s.active[job->s.batch[i]];
         a->first_task = tasks;
-        tasks += (cb_tiles(down ? &a->down : &a->gate) + job->task_tiles - 1) / job->task_tiles * a->row_chunks;
+        tasks += (cb_tiles(down ? &a->down : &a->gate) + job->task_tiles - 1) / job->task_tiles * a->chunks.count;
     }
     return tasks;
 }
@@ -221,12 +221,12 @@ static expert_task find_task(const experts_job *job, uint32_t task, bool down) {
     expert_task found = {.a = &job->s.active[job->s.batch[low]]};
     task -= found.a->first_task;
     uint32_t all = cb_tiles(down ? &found.a->down : &found.a->gate);
-    found.tile = task / found.a->row_chunks * job->task_tiles;
+    found.tile = task / found.a->chunks.count * job->task_tiles;
     found.tiles = all - found.tile < job->task_tiles ? all - found.tile : job->task_tiles;
-    uint32_t done = task % found.a->row_chunks * CB_ROW_CHUNK;
+    uint32_t rows = found.a->chunks.rows, done = task % found.a->chunks.count * rows;
     found.slot = found.a->first_slot + done;
     found.hidden = found.a->first_hidden + done;
-    found.count = found.a->count - done < CB_ROW_CHUNK ? found.a->count - done : CB_ROW_CHUNK;
+    found.count = found.a->count - done < rows ? found.a->count - done : rows;
     return found;
 }
 
@@ -289,7 +289,7 @@ static void add_to_batch(experts_job *job, uint32_t active, const uint8_t *recor
     a->first_hidden = job->hidden_count;
     job->hidden_count += a->count;
     job->s.batch[job->batch_count++] = active;
-    a->row_chunks = (a->count + CB_ROW_CHUNK - 1) / CB_ROW_CHUNK;
+    a->chunks = cb_cut_rows(a->count);
     a->gate = cb_matrix_make(record + e->part[0], e->format[0], set->ffn, set->width);
     a->up = cb_matrix_make(record + e->part[1], e->format[1], set->ffn, set->width);
     a->down = cb_matrix_make(record + e->part[2], e->format[2], set->width, set->ffn);
@@ -361,8 +361,7 @@ static void combine_row(cb_vm *vm, const void *context, uint32_t i, uint32_t wor
     for (uint32_t r = 0; r < job->chosen; r++) {
         uint32_t slot = s->slot_of[(uint64_t)i * job->chosen + r];
         const float *out = s->out + slot * s->out_stride;
-        s->out_failed[slot] = !vm->kernels->all_finite(out, width);
-        vm->kernels->add_scaled(y, out, weights[r], width);
+        s->out_failed[slot] = !vm->kernels->add_scaled(y, out, weights[r], width);
     }
 }
 

@@ -43,6 +43,12 @@ void cb_note_matmul(cb_vm *vm, uint32_t format) {
     atomic_store_explicit(&vm->matmul_names[format], vm->kernels->matmul_name[format], memory_order_relaxed);
 }
 
+cb_row_chunks cb_cut_rows(uint32_t rows) {
+    uint32_t count = (rows + CB_ROW_CHUNK - 1) / CB_ROW_CHUNK;
+    uint32_t each = count == 0 ? 0 : (rows + count - 1) / count;
+    return (cb_row_chunks){count, (uint32_t)cb_round_up(each, CB_LANES)};
+}
+
 uint32_t cb_task_tiles(const cb_vm *vm, uint64_t all_tiles, uint64_t tile_bytes) {
     uint64_t least = (TASK_BYTES + tile_bytes - 1) / tile_bytes;
     uint64_t fair = all_tiles / ((uint64_t)vm->threads * TASKS_PER_THREAD);
@@ -96,7 +102,8 @@ typedef struct part {
 typedef struct matmul_job {
     cb_vm *vm;
     cb_rows x;
-    uint32_t rows, row_chunks, part_count;
+    uint32_t rows, part_count;
+    cb_row_chunks chunks;
     part parts[CB_MAX_GROUP];
 } matmul_job;
 
@@ -109,10 +116,10 @@ static void matmul_task(void *context, uint32_t task, uint32_t worker) {
     while (task < p->first_task)
         p--;
     task -= p->first_task;
-    uint32_t tile = task / job->row_chunks * p->task_tiles, all = cb_tiles(&p->matrix);
+    uint32_t tile = task / job->chunks.count * p->task_tiles, all = cb_tiles(&p->matrix);
     uint32_t tiles = all - tile < p->task_tiles ? all - tile : p->task_tiles;
-    uint32_t row = task % job->row_chunks * CB_ROW_CHUNK;
-    uint32_t rows = job->rows - row < CB_ROW_CHUNK ? job->rows - row : CB_ROW_CHUNK;
+    uint32_t row = task % job->chunks.count * job->chunks.rows;
+    uint32_t rows = job->rows - row < job->chunks.rows ? job->rows - row : job->chunks.rows;
     cb_rows x = cb_rows_from(&job->x, row, p->matrix.k);
     float *out = p->out + row * p->out_stride;
     cb_multiply_tiles(job->vm, &p->matrix, tile, tiles, &x, NULL, rows, out, p->out_stride);
@@ -145,7 +152,7 @@ void cb_run_matmuls(cb_vm *vm, const cb_op *ops, uint32_t count) {
     uint32_t value = ops->matmul.x;
     const cb_register *x = &vm->registers[value];
     matmul_job job = {.vm = vm, .rows = cb_value_rows(vm, value), .part_count = count};
-    job.row_chunks = (job.rows + CB_ROW_CHUNK - 1) / CB_ROW_CHUNK;
+    job.chunks = cb_cut_rows(job.rows);
     bool quantise = false;
     uint64_t all_tiles = 0;
     for (uint32_t i = 0; i < count; i++) {
@@ -178,10 +185,10 @@ void cb_run_matmuls(cb_vm *vm, const cb_op *ops, uint32_t count) {
     for (uint32_t i = 0; i < count; i++) {
         part *p = &job.parts[i];
         p->task_tiles = cb_task_tiles(vm, all_tiles, p->matrix.tile_bytes);
-        if (job.row_chunks > 1 && p->task_tiles > MAX_WIDE_TILES)
+        if (job.chunks.count > 1 && p->task_tiles > MAX_WIDE_TILES)
             p->task_tiles = MAX_WIDE_TILES;
         p->first_task = tasks;
-        tasks += (cb_tiles(&p->matrix) + p->task_tiles - 1) / p->task_tiles * job.row_chunks;
+        tasks += (cb_tiles(&p->matrix) + p->task_tiles - 1) / p->task_tiles * job.chunks.count;
     }
     cb_pool_run(vm->pool, tasks, matmul_task, &job);
 }

@@ -14,7 +14,7 @@
 /* Values of kind outputs hold so many rows: logits of all rows of a pass would take too much memory,
  * so the ops on them run over a few rows at a time. */
 #define CB_OUTPUT_ROWS 32
-#define CB_ROW_CHUNK 64 /* rows that one matmul task takes together: their codes stay in the cache */
+#define CB_ROW_CHUNK 96 /* most rows that one matmul task takes together: their codes stay in the cache */
 #define CB_MAX_GROUP 4  /* matmuls that run together */
 
 /* The rows that one item has in a pass. */
@@ -212,6 +212,11 @@ static inline uint32_t cb_tiles(const cb_matrix *matrix) {
 static inline bool cb_is_quantised(uint32_t format) { return cb_format_table[format].group != 0; }
 /* `x` seen from row `first` on. */
 cb_rows cb_rows_from(const cb_rows *x, uint64_t first, uint32_t k);
+/* Rows of a matmul in chunks of like size, none empty; all but the last a multiple of CB_LANES. */
+typedef struct cb_row_chunks {
+    uint32_t count, rows;
+} cb_row_chunks;
+cb_row_chunks cb_cut_rows(uint32_t rows);
 /* Tiles [tile, tile + tiles) times rows of x into out, whose column 0 is the matrix' row 0. */
 void cb_multiply_tiles(const cb_vm *vm, const cb_matrix *matrix, uint32_t tile, uint32_t tiles, const cb_rows *x,
                        const uint32_t *index, uint32_t count, float *out, uint64_t out_stride);

@@ -148,7 +148,8 @@ static void test_rows(uint32_t n, int kind) {
         got[i] = w[i];
         expected[i] = fmaf(gate, x[i], w[i]);
     }
-    kernels->add_scaled(got, x, gate, n);
+    finite = kernels->add_scaled(got, x, gate, n);
+    check(finite == all_finite(x, n), "add_scaled tells if x is finite n=%u %s", n, names[kind]);
     check(same(got, expected, n), "add_scaled n=%u %s", n, names[kind]);
 
     float partial[16] = {0};

@@ -572,6 +572,14 @@ static void test_fork(void) {
     close_setup(s);
 }
 
+static void test_row_chunks(void) {
+    for (uint32_t rows = 0; rows <= 5000; rows++) {
+        const cb_row_chunks chunks = cb_cut_rows(rows);
+        CHECK(chunks.rows <= CB_ROW_CHUNK && chunks.rows % CB_LANES == 0);
+        CHECK((uint64_t)chunks.count * chunks.rows >= rows && (rows == 0 || (chunks.count - 1) * chunks.rows < rows));
+    }
+}
+
 int main(int argc, char **argv) {
     if (argc != 2) {
         fprintf(stderr, "usage: test_vm tiny.cbi\n");
@@ -589,6 +597,7 @@ int main(int argc, char **argv) {
         state = state * 1664525u + 1013904223u;
         text[i] = (state >> 16) % vocabulary;
     }
+    test_row_chunks();
     test_chunks();
     test_threads_and_cpus();
     test_splits();

@@ -9,9 +9,10 @@
  * and goes through all panels. A panel times a weight tile is a step: its four products begin while those of the step
  * before are stored and, shortly after, scaled.
  *
- * What seems to bound it: while tiles work, AVX-512 arithmetic was measured at one instruction a cycle. A row of a
- * product takes two of them and a block's row one more, so 36 cycles for a product of 16 rows, which the tiles do
- * in 16.
+ * What seems to bound it: while any tile instruction is under way, only one of the two ports that multiply floats
+ * works, so AVX-512 arithmetic was measured at one instruction a cycle. A row of a product takes two of them and a
+ * block's row one more, so 36 cycles for a product of 16 rows, which the tiles do in 16. bf16 tiles, whose products
+ * need no conversion, were faster with zeros and as slow as these with numbers.
  *
  * Tiles belong to the thread: they are configured at the start of a call and released at its end, so that no other
  * code meets them and the kernel has nothing to save when it switches threads. */
@@ -22,7 +23,7 @@
 
 #define FEWEST_ROWS 3 /* fewer are faster without tiles */
 #define PANEL_ROWS 16
-#define CHUNK_ROWS 64  /* activation rows taken together: a block of them stays in the first cache */
+#define CHUNK_ROWS 96  /* activation rows taken together: a block of them stays in the first cache */
 #define CHUNK_TILES 16 /* weight tiles that share the gathered rows */
 #define PREFETCH_PIECES 8
 #define WEIGHT_GROUP_BYTES (TILE_GROUP * CB_LANES)
@@ -56,14 +57,16 @@ static void configure_tiles(uint32_t panel_rows) {
     __asm__ volatile("tilezero %%tmm" #product "\n\ttdpbssd %%tmm" #w ", %%tmm" #x ", %%tmm" #product : :)
 
 typedef struct scratch {
-    int8_t x[CHUNK_ROWS][CB_ACTIVATION_BLOCK];
+    quantised_row row[CHUNK_ROWS];
+    int8_t x[CHUNK_ROWS][CB_ACTIVATION_BLOCK];   /* a block of the rows */
     int8_t weights[CB_ACTIVATION_BLOCK / 4][64]; /* 4 bits unpacked */
     /* The last step's scales are used when the next tile's or block's are there already. */
     float weight_scales[2][TILE_GROUPS][CB_LANES];
     float x_scales[2][CHUNK_ROWS];
     int32_t product[TILE_GROUPS][PANEL_ROWS][CB_LANES];
-    float sum[CHUNK_TILES][CHUNK_ROWS][CB_LANES];
-    float nowhere[PANEL_ROWS][CB_LANES]; /* the sum of the step before the first */
+    float sum[CHUNK_TILES][CHUNK_ROWS + 1][CB_LANES]; /* + 1: tiles begin in different sets of the cache */
+    float nowhere[PANEL_ROWS][CB_LANES];              /* the sum of the step before the first */
+    float zeros[PANEL_ROWS][CB_LANES];                /* the sums before the first block */
 } scratch;
 
 /* ---- a step ---- */
@@ -71,7 +74,8 @@ typedef struct scratch {
 /* What is left to do with a step's products. */
 typedef struct unscaled {
     const float *weight_scales, *x_scales;
-    float *sum;
+    const float *from; /* the sums before, */
+    float *sum;        /* and after */
 } unscaled;
 
 VEC_INLINE void add_group(__m512 t[PANEL_ROWS], const scratch *s, uint32_t group, const unscaled *done,
@@ -110,8 +114,8 @@ VEC_INLINE void step(scratch *s, const int8_t *x, const int8_t *weights, const u
     add_group(t, s, 3, done, rows);
     VEC_UNROLL
     for (uint32_t r = 0; r < rows; r++) {
-        float *sum = done->sum + r * CB_LANES;
-        _mm512_store_ps(sum, _mm512_fmadd_ps(t[r], _mm512_set1_ps(done->x_scales[r]), _mm512_load_ps(sum)));
+        const __m512 sum = _mm512_load_ps(done->from + r * CB_LANES);
+        _mm512_store_ps(done->sum + r * CB_LANES, _mm512_fmadd_ps(t[r], _mm512_set1_ps(done->x_scales[r]), sum));
     }
 }
 
@@ -124,11 +128,16 @@ typedef struct chunk {
 } chunk;
 
 /* Rows that fill the last panel repeat the chunk's first. */
-static void gather_rows(scratch *s, const cb_matmul *job, const chunk *c, uint64_t block, uint32_t padded) {
+static void find_rows(scratch *s, const cb_matmul *job, const chunk *c, uint32_t padded) {
     for (uint32_t i = 0; i < padded; i++) {
-        const quantised_row x = row_of(job, c->row + (i < c->count ? i : 0));
-        memcpy(s->x[i], x.codes + block * CB_ACTIVATION_BLOCK, CB_ACTIVATION_BLOCK);
-        s->x_scales[block % 2][i] = x.scales[block];
+        s->row[i] = row_of(job, c->row + (i < c->count ? i : 0));
+    }
+}
+
+static void gather_rows(scratch *s, uint64_t block, uint32_t padded) {
+    for (uint32_t i = 0; i < padded; i++) {
+        memcpy(s->x[i], s->row[i].codes + block * CB_ACTIVATION_BLOCK, CB_ACTIVATION_BLOCK);
+        s->x_scales[block % 2][i] = s->row[i].scales[block];
     }
 }
 
@@ -158,22 +167,30 @@ VEC_INLINE void prefetch_piece(const chunk *c, const uint8_t *tiles, uint64_t pi
     }
 }
 
+/* A tile's outputs are far from those of the last call and from each other: a part of their lines is asked for in each
+ * block, so that the stores at the end do not wait. */
+static void prefetch_outputs(const cb_matmul *job, const chunk *c, uint32_t tile, uint64_t block, uint64_t blocks) {
+    const uint64_t first = c->count * block / blocks, last = c->count * (block + 1) / blocks;
+    const float *out = job->out + (c->row + first) * job->out_stride + (c->tile + tile) * CB_LANES;
+    for (uint64_t i = first; i < last; i++, out += job->out_stride) {
+        _m_prefetchw((void *)(uintptr_t)out);
+    }
+}
+
 VEC_INLINE void multiply(scratch *s, const cb_matmul *job, const chunk *c, const uint32_t rows, const uint32_t bits) {
     const uint64_t blocks = blocks_of(job);
     const uint64_t tile_bytes = blocks * TILE_BLOCK_BYTES(bits);
     const uint8_t *tiles = job->tiles + c->tile * tile_bytes;
-    unscaled done = {s->weight_scales[1][0], s->x_scales[1], s->nowhere[0]};
+    unscaled done = {s->weight_scales[1][0], s->x_scales[1], s->zeros[0], s->nowhere[0]};
     for (uint64_t piece = 0; piece < PREFETCH_PIECES; piece++) {
         prefetch_piece(c, tiles, piece, blocks, bits);
     }
-    for (uint32_t tile = 0; tile < c->tiles; tile++) {
-        memset(s->sum[tile], 0, c->panels * rows * sizeof s->sum[0][0]);
-    }
     for (uint64_t block = 0; block < blocks; block++) {
-        gather_rows(s, job, c, block, c->panels * rows);
+        gather_rows(s, block, c->panels * rows);
         const uint8_t *packed = tiles + block * TILE_BLOCK_BYTES(bits);
         for (uint32_t tile = 0; tile < c->tiles; tile++, packed += tile_bytes) {
             prefetch_piece(c, tiles, block * c->tiles + tile + PREFETCH_PIECES, blocks, bits);
+            prefetch_outputs(job, c, tile, block, blocks);
             /* Of the step before only the scales are still needed: two sets suffice. */
             float *weight_scales = s->weight_scales[(block * c->tiles + tile) % 2][0];
             for (uint32_t g = 0; g < TILE_GROUPS; g++) {
@@ -192,7 +209,8 @@ VEC_INLINE void multiply(scratch *s, const cb_matmul *job, const chunk *c, const
             for (uint32_t panel = 0; panel < c->panels; panel++) {
                 const uint32_t row = panel * rows;
                 step(s, s->x[row], weights, &done, rows);
-                done = (unscaled){weight_scales, s->x_scales[block % 2] + row, s->sum[tile][row]};
+                float *sum = s->sum[tile][row];
+                done = (unscaled){weight_scales, s->x_scales[block % 2] + row, block == 0 ? s->zeros[0] : sum, sum};
             }
         }
     }
@@ -210,6 +228,7 @@ VEC_INLINE void multiply(scratch *s, const cb_matmul *job, const chunk *c, const
 
 VEC_INLINE void matmul(const cb_matmul *job, const uint32_t bits) {
     _Alignas(64) scratch s;
+    memset(s.zeros, 0, sizeof s.zeros);
     memset(s.nowhere, 0, sizeof s.nowhere); /* this and its scales: any bits would do, but denormals are slow */
     memset(s.weight_scales, 0, sizeof s.weight_scales);
     memset(s.x_scales, 0, sizeof s.x_scales);
@@ -219,16 +238,23 @@ VEC_INLINE void matmul(const cb_matmul *job, const uint32_t bits) {
         c.count = job->count - c.row < CHUNK_ROWS ? job->count - c.row : CHUNK_ROWS;
         /* Panels of like height, since the time of a step grows with it; of a height that multiply() is made for. */
         c.panels = (c.count + PANEL_ROWS - 1) / PANEL_ROWS;
-        const uint32_t rows = (uint32_t)cb_round_up((c.count + c.panels - 1) / c.panels, 4);
+        const uint32_t rows = (uint32_t)cb_round_up((c.count + c.panels - 1) / c.panels, 2);
         configure_tiles(rows);
+        find_rows(&s, job, &c, c.panels * rows);
         for (c.tile = 0; c.tile < all_tiles; c.tile += c.tiles) {
             c.tiles = all_tiles - c.tile < CHUNK_TILES ? all_tiles - c.tile : CHUNK_TILES;
             if (rows == 16) {
                 multiply(&s, job, &c, 16, bits);
+            } else if (rows == 14) {
+                multiply(&s, job, &c, 14, bits);
             } else if (rows == 12) {
                 multiply(&s, job, &c, 12, bits);
+            } else if (rows == 10) {
+                multiply(&s, job, &c, 10, bits);
             } else if (rows == 8) {
                 multiply(&s, job, &c, 8, bits);
+            } else if (rows == 6) {
+                multiply(&s, job, &c, 6, bits);
             } else {
                 multiply(&s, job, &c, 4, bits);
             }
