@@ -11,10 +11,7 @@
 #include "file/bytes.h"
 #include "file/sha256.h"
 
-/* Large enough for the disk, small enough that its checksum is taken from the cache. */
-#define PIECE (UINT64_C(1) << 20)
-
-static bool is_aligned(const cb_expert *expert) { return expert->offset % CB_SLOT_UNIT == 0; }
+bool cb_record_is_aligned(const cb_expert *expert) { return expert->offset % CB_SLOT_UNIT == 0; }
 
 /* The same file again, also when its name is gone or means another one now. */
 static int open_again(const cb_model *model, int flags) {
@@ -23,11 +20,8 @@ static int open_again(const cb_model *model, int flags) {
     return open(name, O_RDONLY | O_CLOEXEC | flags);
 }
 
-/* Reads [offset, offset + size), of which `memory` has room for the size rounded up. Fewer bytes: *cause as for
- * cb_read_at. A count that is short, or that the file system refuses, is completed through the page cache, which takes
- * every offset. */
-static uint64_t read_piece(cb_record_file *file, bool direct, uint64_t offset, uint8_t *memory, uint64_t size,
-                           int *cause) {
+uint64_t cb_record_read_piece(cb_record_file *file, bool direct, uint64_t offset, uint8_t *memory, uint64_t size,
+                              int *cause) {
     uint64_t done = 0;
     *cause = 0;
     if (direct) {
@@ -53,7 +47,7 @@ void cb_record_file_open(cb_record_file *file, const cb_model *model, uint32_t i
     const cb_expert *probe = NULL;
     for (uint32_t s = 0; s < model->set_count && probe == NULL; s++)
         for (uint32_t i = 0; i < model->sets[s].count && probe == NULL; i++)
-            if (is_aligned(&model->sets[s].experts[i]))
+            if (cb_record_is_aligned(&model->sets[s].experts[i]))
                 probe = &model->sets[s].experts[i];
     bool wanted = io == COLIBRI_IO_DIRECT || (io == COLIBRI_IO_AUTO && !resident);
     const char *refusal = NULL;
@@ -67,7 +61,8 @@ void cb_record_file_open(cb_record_file *file, const cb_model *model, uint32_t i
         } else {
             atomic_store(&file->direct, true);
             /* An error of the disk is not refused here but told to whoever asks for this record. */
-            read_piece(file, true, probe->offset, memory, probe->size < PIECE ? probe->size : PIECE, &cause);
+            cb_record_read_piece(file, true, probe->offset, memory,
+                                 probe->size < CB_READ_PIECE ? probe->size : CB_READ_PIECE, &cause);
             if (!atomic_load(&file->direct))
                 refusal = strerror(EINVAL);
         }
@@ -85,6 +80,12 @@ void cb_record_file_open(cb_record_file *file, const cb_model *model, uint32_t i
     }
 }
 
+void cb_record_file_leave_direct(cb_record_file *file) {
+    atomic_store(&file->direct, false);
+    close(file->direct_fd);
+    file->direct_fd = -1;
+}
+
 void cb_record_file_close(cb_record_file *file) {
     if (file->direct_fd >= 0)
         close(file->direct_fd);
@@ -98,13 +99,13 @@ colibri_status cb_record_read(cb_record_file *file, uint32_t set, uint32_t exper
     const cb_expert *expert = &model->sets[set].experts[expert_index];
     char what[COLIBRI_MESSAGE_SIZE / 2];
     snprintf(what, sizeof what, "%s: expert %u of layer %u", cb_label(model), expert_index, model->sets[set].layer);
-    bool direct = is_aligned(expert);
+    bool direct = cb_record_is_aligned(expert);
     uint32_t crc = 0;
     for (uint64_t done = 0; done < expert->size;) {
-        uint64_t piece = expert->size - done < PIECE ? expert->size - done : PIECE;
+        uint64_t piece = expert->size - done < CB_READ_PIECE ? expert->size - done : CB_READ_PIECE;
         int cause;
-        uint64_t got = read_piece(file, direct && atomic_load_explicit(&file->direct, memory_order_relaxed),
-                                  expert->offset + done, memory + done, piece, &cause);
+        uint64_t got = cb_record_read_piece(file, direct && atomic_load_explicit(&file->direct, memory_order_relaxed),
+                                            expert->offset + done, memory + done, piece, &cause);
         if (got < piece)
             return cb_fail_read(error, what, expert->offset, expert->size, done + got, cause);
         if (file->verify != COLIBRI_VERIFY_OFF)

@@ -1,17 +1,15 @@
 #include "experts/store.h"
 
 #include <inttypes.h>
-#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 
+#include "experts/io_threads.h"
 #include "experts/store_parts.h"
 #include "file/bytes.h"
 
 #define DEFAULT_THREADS 2
-#define MOST_THREADS 16
-#define STACK_BYTES (UINT64_C(256) << 10)
 
 /* ---- tables ---- */
 
@@ -65,7 +63,7 @@ void cb_expert_store_plan(const cb_model *model, const cb_store_options *options
                             .least_bytes = cb_slots_bytes(&slots, 1),
                             .wasted_bytes = slots.wasted_bytes,
                             .other_bytes = sizeof(cb_expert_store) + lay_tables(NULL, model, count, threads, &t) +
-                                           threads * STACK_BYTES,
+                                           threads * CB_IO_STACK_BYTES,
                             .class_count = slots.class_count};
 }
 
@@ -109,18 +107,7 @@ static void fill_tables(cb_expert_store *store) {
 /* ---- opening ---- */
 
 static colibri_status start_threads(cb_expert_store *store, cb_error *error) {
-    pthread_attr_t attributes;
-    sigset_t all, before;
-    pthread_attr_init(&attributes);
-    pthread_attr_setstacksize(&attributes, STACK_BYTES);
-    /* Threads inherit the mask: a signal of the program is never handled on one of them. */
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int failure = 0;
-    for (; store->started < store->thread_count && failure == 0; store->started += failure == 0)
-        failure = pthread_create(&store->t.threads[store->started], &attributes, cb_store_read, store);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    pthread_attr_destroy(&attributes);
+    int failure = cb_io_threads_start(store->t.threads, store->thread_count, cb_store_read, store, &store->started);
     if (failure != 0)
         return cb_fail(error, COLIBRI_OUT_OF_MEMORY,
                        "I/O thread %u of %u could not be started: %s; ask for fewer I/O threads", store->started + 1,
@@ -133,8 +120,8 @@ static void stop_threads(cb_expert_store *store) {
     store->stop = true;
     pthread_cond_broadcast(&store->work);
     pthread_mutex_unlock(&store->mutex);
-    for (; store->started > 0; store->started--)
-        pthread_join(store->t.threads[store->started - 1], NULL);
+    cb_io_threads_join(store->t.threads, store->started);
+    store->started = 0;
 }
 
 static colibri_status read_all(cb_expert_store *store, cb_error *error) {
@@ -160,9 +147,9 @@ static colibri_status read_all(cb_expert_store *store, cb_error *error) {
 
 static colibri_status check_options(const cb_model *model, const cb_store_options *options, const cb_slots *slots,
                                     cb_error *error) {
-    if (options->io_threads > MOST_THREADS)
+    if (options->io_threads > CB_IO_MOST_THREADS)
         return cb_fail(error, COLIBRI_INVALID, "io_threads is %u, it must be 1 to %d", options->io_threads,
-                       MOST_THREADS);
+                       CB_IO_MOST_THREADS);
     if (options->io > COLIBRI_IO_BUFFERED || options->verify > COLIBRI_VERIFY_OFF ||
         options->huge_pages > COLIBRI_PAGES_OFF)
         return cb_fail(error, COLIBRI_INVALID, "io is %u, verify %u, huge_pages %u: at most 2, 2 and 3", options->io,
@@ -173,6 +160,17 @@ static colibri_status check_options(const cb_model *model, const cb_store_option
             "%s: %" PRIu64 " bytes for experts are too few: at least %" PRIu64 " are needed, and %" PRIu64 " hold all",
             cb_label(model), options->slot_bytes, cb_slots_bytes(slots, 1), cb_slots_bytes(slots, UINT32_MAX));
     return COLIBRI_OK;
+}
+
+/* With COLIBRI_IO_AUTO and records that are read again and again. The slots, all free yet, lend their memory. */
+static void choose_io(cb_expert_store *store, const cb_store_options *options) {
+    if (options->io != COLIBRI_IO_AUTO || store->resident || !cb_expert_store_is_direct(store))
+        return;
+    const cb_slots *slots = &store->slots;
+    uint64_t absent = cb_slots_bytes(slots, UINT32_MAX) - slots->used_bytes;
+    cb_io_measure(&store->file, store->thread_count, slots->memory, slots->used_bytes, &store->io_rates);
+    if (cb_expert_store_is_direct(store) && !cb_io_prefers_direct(&store->io_rates, absent, options->page_cache_bytes))
+        cb_record_file_leave_direct(&store->file);
 }
 
 static void warn_about_guard(cb_expert_store *store, uint32_t *pages) {
@@ -222,6 +220,7 @@ colibri_status cb_expert_store_open(const cb_model *model, const cb_store_option
     cb_record_file_open(&store->file, model, options->io, options->verify, store->resident,
                         store->slots.class_count > 0 ? store->slots.classes[store->slots.class_count - 1].memory : NULL,
                         store->warning, sizeof store->warning);
+    choose_io(store, options);
     if (store->guard && store->slots.mapped_bytes > 0)
         mprotect(store->slots.memory, store->slots.mapped_bytes, PROT_NONE);
     if ((store->resident ? read_all(store, error) : start_threads(store, error)) != COLIBRI_OK)
@@ -282,6 +281,8 @@ bool cb_expert_store_is_resident(const cb_expert_store *store) { return store->r
 bool cb_expert_store_is_direct(const cb_expert_store *store) {
     return atomic_load_explicit(&store->file.direct, memory_order_relaxed);
 }
+
+cb_io_rates cb_expert_store_io_rates(const cb_expert_store *store) { return store->io_rates; }
 
 const char *cb_store_warning(const cb_expert_store *store) { return store->warning[0] != '\0' ? store->warning : NULL; }
 

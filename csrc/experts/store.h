@@ -7,7 +7,7 @@
 #ifndef CB_STORE_H
 #define CB_STORE_H
 
-#include "file/model.h"
+#include "experts/io_choice.h"
 
 typedef struct cb_expert_store cb_expert_store;
 
@@ -17,6 +17,7 @@ typedef struct cb_store_options {
     uint32_t io;                    /* COLIBRI_IO_* */
     uint32_t verify;                /* COLIBRI_VERIFY_* */
     uint32_t huge_pages;            /* COLIBRI_PAGES_* */
+    uint64_t page_cache_bytes;      /* for COLIBRI_IO_AUTO, see cb_io_prefers_direct; 0: not known */
     bool lock_memory;               /* mlock the slots; refused by the kernel: goes on, cb_store_warning says so */
     bool guard;                     /* memory of slots that no call holds cannot be accessed */
     const struct cb_policy *policy; /* who is evicted (experts/policy.h); NULL: the default */
@@ -78,10 +79,11 @@ typedef struct cb_store_stats {
 void cb_store_get_stats(const cb_expert_store *store, uint32_t set, cb_store_stats *stats);
 /* loads: [expert count of the set] reads; load_nanoseconds likewise; either may be NULL. */
 void cb_store_get_expert_loads(const cb_expert_store *store, uint32_t set, uint64_t *loads, uint64_t *load_nanoseconds);
-uint64_t cb_expert_store_bytes(const cb_expert_store *store);   /* of slots */
-bool cb_expert_store_is_resident(const cb_expert_store *store); /* holds every record for good */
-bool cb_expert_store_is_direct(const cb_expert_store *store);   /* reads past the page cache */
-const char *cb_store_warning(const cb_expert_store *store);     /* NULL, or what the kernel refused */
+uint64_t cb_expert_store_bytes(const cb_expert_store *store);       /* of slots */
+bool cb_expert_store_is_resident(const cb_expert_store *store);     /* holds every record for good */
+bool cb_expert_store_is_direct(const cb_expert_store *store);       /* reads past the page cache */
+cb_io_rates cb_expert_store_io_rates(const cb_expert_store *store); /* measured when it was opened */
+const char *cb_store_warning(const cb_expert_store *store);         /* NULL, or what the kernel refused */
 
 /* What lies at an address, for whoever explains a fault with `guard`. Takes no lock and may be called in a signal
  * handler. False: no slot is there. */

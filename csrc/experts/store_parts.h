@@ -8,7 +8,7 @@
 
 #include <pthread.h>
 
-#include "experts/io.h"
+#include "experts/io_choice.h"
 #include "experts/policy.h"
 #include "experts/slots.h"
 #include "experts/store.h"
@@ -91,6 +91,7 @@ struct cb_expert_store {
     const cb_policy *policy;
     cb_slots slots;
     cb_record_file file;
+    cb_io_rates io_rates;
     void *block; /* of the tables */
     tables t;
     uint32_t record_count, thread_count, started;

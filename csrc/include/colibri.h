@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 #define COLIBRI_API __attribute__((visibility("default")))
-#define COLIBRI_ABI_VERSION 2
+#define COLIBRI_ABI_VERSION 3
 #define COLIBRI_CONTRACT_VERSION 1 /* numeric contract; another value means other bits */
 #define COLIBRI_MESSAGE_SIZE 512
 #define COLIBRI_TOP_LOGPROBS 20
@@ -74,6 +74,8 @@ COLIBRI_API const char *colibri_cpu_name(const colibri_runtime *runtime); /* "sc
 
 /* ---- engine ---- */
 
+/* AUTO, where not all experts stay in memory: some records are read both ways when the engine opens, and it reads past
+ * the page cache unless reading through it was over 1.25 times as fast and memory has room for the rest of the file. */
 typedef enum colibri_io { COLIBRI_IO_AUTO = 0, COLIBRI_IO_DIRECT = 1, COLIBRI_IO_BUFFERED = 2 } colibri_io;
 
 /* CRC: every record's CRC32C on every fill. FULL: besides, SHA-256 of every record once, on its first fill. */
@@ -99,6 +101,7 @@ typedef struct colibri_engine_options {
     uint32_t guard;            /* 1: expert slots that hold nothing cannot be accessed (debugging) */
     uint64_t expert_bytes;     /* memory for expert slots; 0: room for all, read when the engine opens */
     uint64_t state_bytes;      /* all open sessions together hold at most this; 0: no limit */
+    uint64_t page_cache_bytes; /* for COLIBRI_IO_AUTO: left for the page cache beside this engine; 0: not known */
 } colibri_engine_options;
 
 typedef struct colibri_engine_info {
@@ -269,6 +272,8 @@ typedef struct colibri_stats {
     colibri_phase_stats phases[2];             /* by colibri_phase */
     uint32_t resident;                         /* 1: every expert stays in memory */
     uint32_t is_direct;                        /* 1: experts are read past the page cache */
+    uint64_t direct_bytes_per_second;          /* of reads past the page cache, as COLIBRI_IO_AUTO measured them; */
+    uint64_t buffered_bytes_per_second;        /* of reads through it; 0: not measured */
     uint64_t predicted_passes;                 /* passes that predicted experts, */
     uint64_t unpredicted_passes;               /* and those that could but did not, as it did not pay */
     uint64_t prediction_nanoseconds;           /* spent on it */

@@ -53,6 +53,7 @@ void cb_engine_parts(const cb_model *model, const colibri_engine_options *option
     *store = (cb_store_options){.slot_bytes = options->expert_bytes,
                                 .io_threads = options->io_threads,
                                 .io = options->io,
+                                .page_cache_bytes = options->page_cache_bytes,
                                 .verify = options->verify,
                                 .huge_pages = options->huge_pages,
                                 .lock_memory = options->lock_memory != 0,
@@ -190,9 +191,12 @@ colibri_status colibri_get_profile(const colibri_engine *engine, colibri_phase p
 
 void colibri_get_stats(const colibri_engine *engine, colibri_stats *stats) {
     const cb_vm *vm = engine->vm;
+    cb_io_rates rates = cb_expert_store_io_rates(engine->store);
     *stats = (colibri_stats){.nanoseconds = read_counter(&engine->nanoseconds),
                              .resident = cb_expert_store_is_resident(engine->store),
                              .is_direct = cb_expert_store_is_direct(engine->store),
+                             .direct_bytes_per_second = rates.direct,
+                             .buffered_bytes_per_second = rates.buffered,
                              .predicted_passes = read_counter(&vm->prediction.passes),
                              .unpredicted_passes = read_counter(&vm->prediction.skipped),
                              .prediction_nanoseconds = read_counter(&vm->prediction.nanoseconds)};

@@ -48,6 +48,20 @@ def test_reads_and_prediction_are_shown(capsys: pytest.CaptureFixture[str], monk
     assert f"{100 * recalled / predictable:.1f}% of the chosen experts were predicted" in shown
 
 
+def test_the_measured_rates_are_shown() -> None:
+    statistics = replace(ran(plan_of(demo_model_path()).all_expert_bytes // 2), is_direct=True)
+    shown = {
+        rates: "\n".join(
+            notes(replace(statistics, direct_bytes_per_second=rates[0], buffered_bytes_per_second=rates[1]))
+        )
+        for rates in ((0, 0), (2_340_000_000, 910_000_000), (2_000_000_000, 4_000_000_000))
+    }
+    assert all("reads go past the page cache" in text for text in shown.values())
+    assert "measured at the start" not in shown[0, 0]
+    assert "measured at the start: 2.34 GB/s past it, 0.91 GB/s through it\n" in shown[2_340_000_000, 910_000_000]
+    assert "4.00 GB/s through it, a gain too small, or memory has no room" in shown[2_000_000_000, 4_000_000_000]
+
+
 def test_experts_that_stand_out_are_named() -> None:
     statistics = ran(plan_of(demo_model_path()).all_expert_bytes // 2)
     first = replace(

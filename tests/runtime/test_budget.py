@@ -150,6 +150,15 @@ def grouped(limit: int, used: int = 0) -> MemoryLimits:
     return replace(MACHINE, group=GroupLimit("/sys/fs/cgroup/a/memory.max", limit * MIB, used * MIB))
 
 
+def test_what_is_left_for_page_cache() -> None:
+    """Of the machine and of the control group, once everything planned is taken."""
+    budget = plan(1000 * MIB)
+    assert budget.page_cache == 24000 * MIB - (1000 * MIB - PROCESS.resident)
+    assert plan(1000 * MIB, limits=grouped(2048, 48)).page_cache == 2000 * MIB - (1000 * MIB - PROCESS.resident)
+    assert plan(1000 * MIB, limits=replace(MACHINE, available=900 * MIB)).page_cache == 0
+    assert plan(1000 * MIB, limits=None).page_cache is None
+
+
 def test_the_default_leaves_a_margin() -> None:
     """In a container of 2 GiB on a machine with 24: the container counts."""
     budget = plan(limits=grouped(2048, 48))

@@ -48,7 +48,8 @@ _OPTIONS: dict[str, Any] = {
         str | None,
         option(
             "MODE",
-            "direct: past the page cache; buffered: through it; auto: direct unless all fit [default: auto]",
+            "direct: past the page cache; buffered: through it; auto: what is faster, measured at the start "
+            "[default: auto]",
         ),
     ],
     "verify": Annotated[

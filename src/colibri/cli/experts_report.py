@@ -74,10 +74,20 @@ def notes(statistics: Statistics) -> list[str]:
     if not statistics.resident:
         way = "past" if statistics.is_direct else "through"
         lines.append(f"experts have {_mib(statistics.expert_bytes)} MiB of memory, reads go {way} the page cache")
+        lines += _read_rates(statistics)
         lines += _prediction(statistics)
         lines += _read_times(sets)
     never = [(layer, expert) for layer in sets for expert, used in enumerate(layer.tokens_per_expert) if not used]
     return lines + _named("never used", never, sum(layer.expert_count for layer in sets))
+
+
+def _read_rates(statistics: Statistics) -> list[str]:
+    direct, buffered = statistics.direct_bytes_per_second, statistics.buffered_bytes_per_second
+    if not direct:
+        return []
+    is_unused = statistics.is_direct and buffered > direct
+    unused = ", a gain too small, or memory has no room for the file" if is_unused else ""
+    return [f"measured at the start: {direct / 1e9:.2f} GB/s past it, {buffered / 1e9:.2f} GB/s through it{unused}"]
 
 
 def _prediction(statistics: Statistics) -> list[str]:

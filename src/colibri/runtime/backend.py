@@ -35,6 +35,7 @@ class NativeOptions:
     pin: bool = False  # each thread on a processor of its own
     expert_bytes: int = 0  # 0: room for all
     state_bytes: int = 0  # of all open sessions together; 0: no limit
+    page_cache_bytes: int = 0  # memory that the page cache may have beside all this; 0: not known
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,8 @@ class Statistics:
     phases: dict[str, PhaseStatistics]  # "prompt" and "decode"
     resident: bool = True  # every expert stays in memory
     is_direct: bool = False  # experts are read past the page cache
+    direct_bytes_per_second: int = 0  # of reads past the page cache, measured at open for io="auto"; 0: not measured
+    buffered_bytes_per_second: int = 0  # of reads through it, likewise
     predicted_passes: int = 0
     unpredicted_passes: int = 0  # could have predicted experts, but it did not pay
     prediction_seconds: float = 0.0

@@ -52,6 +52,8 @@ class Budget:
     max_batch_tokens: int
     expert_bytes: int  # of slots
     warning: str | None = None
+    page_cache: int | None = None
+    """What this machine and its control groups have left for page cache once all of `needed` is taken, if known."""
 
     @property
     def python(self) -> int:
@@ -145,7 +147,7 @@ def plan_budget(
             f"this process has already had {format_size(process.peak)} in memory, more than ram={format_size(ram)}; "
             "give it more, or start a new process"
         )
-    return replace(budget, warning=_check_limits(budget, limits))
+    return replace(budget, warning=_check_limits(budget, limits), page_cache=_page_cache(budget, limits))
 
 
 def _default_share(limits: MemoryLimits | None) -> int:
@@ -255,6 +257,10 @@ def _check_limits(budget: Budget, limits: MemoryLimits | None) -> str | None:
             "of memory"
         )
     return None
+
+
+def _page_cache(budget: Budget, limits: MemoryLimits | None) -> int | None:
+    return None if limits is None else max(0, limits.free - (budget.needed - budget.process))
 
 
 def _named(wishes: Wishes, ram: int, limits: MemoryLimits | None) -> str:

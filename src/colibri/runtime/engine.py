@@ -50,7 +50,8 @@ class Engine:
     expert_cache: memory for experts, bytes or text; None takes what the rest leaves of `ram`. What does not fit is
         read from the file when a layer asks for it; what is computed stays the same.
     io_threads: threads that read experts, at most 16; None is 2.
-    io: "direct" reads past the page cache of the system, "buffered" through it, "auto" as the file allows.
+    io: "direct" reads past the page cache of the system, "buffered" through it. "auto", where experts have to be read
+        again and again, measures both when the engine opens (docs/memory.md; `statistics` has the figures).
     verify: "crc" checks the checksum of every record on every read, "full" besides its SHA-256 the first time,
         "off" nothing.
     prefetch_depth: predict the experts of so many coming layers and read them ahead, at most 8; None is 1, 0 off.

@@ -18,7 +18,7 @@ from colibri.errors import (
     UsageError,
 )
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 MESSAGE_SIZE = 512
 TOP_LOGPROBS = 20
 OP_KINDS = 32
@@ -59,6 +59,7 @@ class EngineOptions(c.Structure):
         ("guard", c.c_uint32),
         ("expert_bytes", c.c_uint64),
         ("state_bytes", c.c_uint64),
+        ("page_cache_bytes", c.c_uint64),
     )
 
 
@@ -170,6 +171,8 @@ class Stats(c.Structure):
         ("phases", PhaseStats * len(PHASES)),
         ("resident", c.c_uint32),
         ("is_direct", c.c_uint32),
+        ("direct_bytes_per_second", c.c_uint64),
+        ("buffered_bytes_per_second", c.c_uint64),
         ("predicted_passes", c.c_uint64),
         ("unpredicted_passes", c.c_uint64),
         ("prediction_nanoseconds", c.c_uint64),

@@ -295,6 +295,8 @@ class NativeBackend:
             expert_sets=sets,
             resident=bool(stats.resident),
             is_direct=bool(stats.is_direct),
+            direct_bytes_per_second=stats.direct_bytes_per_second,
+            buffered_bytes_per_second=stats.buffered_bytes_per_second,
             predicted_passes=stats.predicted_passes,
             unpredicted_passes=stats.unpredicted_passes,
             prediction_seconds=stats.prediction_nanoseconds * 1e-9,
@@ -388,6 +390,7 @@ def _native_options(options: NativeOptions) -> native.EngineOptions:
         guard=options.guard,
         expert_bytes=options.expert_bytes,
         state_bytes=options.state_bytes,
+        page_cache_bytes=options.page_cache_bytes,
     )
 
 

@@ -65,6 +65,7 @@ def open_backend(
             max_batch_tokens=budget.max_batch_tokens,
             expert_bytes=0 if budget.is_resident else budget.expert_bytes,
             state_bytes=budget.state_limit,
+            page_cache_bytes=0 if budget.page_cache is None else max(1, budget.page_cache),  # 0 is "not known"
         )
         backend = NativeBackend(text.path, arguments.threads or 0, cpu, options, budget.result_limit)
         _Promised.add(backend, budget)
