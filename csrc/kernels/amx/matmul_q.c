@@ -167,16 +167,6 @@ VEC_INLINE void prefetch_piece(const chunk *c, const uint8_t *tiles, uint64_t pi
     }
 }
 
-/* A tile's outputs are far from those of the last call and from each other: a part of their lines is asked for in each
- * block, so that the stores at the end do not wait. */
-static void prefetch_outputs(const cb_matmul *job, const chunk *c, uint32_t tile, uint64_t block, uint64_t blocks) {
-    const uint64_t first = c->count * block / blocks, last = c->count * (block + 1) / blocks;
-    const float *out = job->out + (c->row + first) * job->out_stride + (c->tile + tile) * CB_LANES;
-    for (uint64_t i = first; i < last; i++, out += job->out_stride) {
-        _m_prefetchw((void *)(uintptr_t)out);
-    }
-}
-
 VEC_INLINE void multiply(scratch *s, const cb_matmul *job, const chunk *c, const uint32_t rows, const uint32_t bits) {
     const uint64_t blocks = blocks_of(job);
     const uint64_t tile_bytes = blocks * TILE_BLOCK_BYTES(bits);
@@ -190,7 +180,6 @@ VEC_INLINE void multiply(scratch *s, const cb_matmul *job, const chunk *c, const
         const uint8_t *packed = tiles + block * TILE_BLOCK_BYTES(bits);
         for (uint32_t tile = 0; tile < c->tiles; tile++, packed += tile_bytes) {
             prefetch_piece(c, tiles, block * c->tiles + tile + PREFETCH_PIECES, blocks, bits);
-            prefetch_outputs(job, c, tile, block, blocks);
             /* Of the step before only the scales are still needed: two sets suffice. */
             float *weight_scales = s->weight_scales[(block * c->tiles + tile) % 2][0];
             for (uint32_t g = 0; g < TILE_GROUPS; g++) {
