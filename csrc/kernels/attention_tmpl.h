@@ -42,6 +42,17 @@ typedef struct row_group {
     float p[VEC_ATTENTION_ROWS][CB_KEY_BLOCK]; /* scores, then exp(score - m) */
 } row_group;
 
+/* Few query rows read the state as fast as memory gives it: row `row` of `rows` of what comes next is asked for. */
+VEC_INLINE void fetch_row(const void *block, uint32_t row, uint32_t rows, uint64_t row_bytes) {
+    if (block == NULL || row >= rows) {
+        return;
+    }
+    const char *p = (const char *)block + row * row_bytes;
+    for (uint64_t i = 0; i < row_bytes; i += CB_CACHE_LINE) {
+        __builtin_prefetch(p + i);
+    }
+}
+
 /* Scores of all 64 keys; those that a row must not see may come from memory never written and are dropped later. */
 VEC_INLINE void score_keys(const cb_attention_block *job, row_group *group, const uint32_t rows, const uint32_t width,
                            const uint32_t format) {
@@ -63,6 +74,8 @@ VEC_INLINE void score_keys(const cb_attention_block *job, row_group *group, cons
             scale[w] = format == COLIBRI_STATE_Q8 ? vec_load(job->key_scales + (first + w) * VEC_LANES) : vec_set(1.0f);
         uint64_t at = first * VEC_LANES;
         for (uint32_t d = 0; d < job->key_dim; d++, at += CB_KEY_BLOCK) {
+            if (rows <= 2)
+                fetch_row(job->v, d, CB_KEY_BLOCK, job->value_dim * element_size(format));
             VEC_UNROLL
             for (uint32_t w = 0; w < width; w++) {
                 const vec stored = load_elements(format, job->k, at + w * VEC_LANES);
@@ -158,6 +171,8 @@ VEC_INLINE void add_values(const cb_attention_block *job, const row_group *group
         }
     }
     for (uint32_t key = common_first; key < common_last; key++) {
+        if (rows <= 2 && dim == 0)
+            fetch_row(job->next_k, key, job->key_dim, CB_KEY_BLOCK * element_size(format));
         VEC_UNROLL
         for (uint32_t w = 0; w < width; w++) {
             const vec value = load_value(job, format, key, dim + w * VEC_LANES, lanes);

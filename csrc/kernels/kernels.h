@@ -51,6 +51,7 @@ typedef struct cb_attention_block {
     uint64_t out_stride;
     uint32_t format;                        /* of the elements of k and v: a state format (0: f32) */
     const float *key_scales, *value_scales; /* [64], q8 only */
+    const void *next_k;                     /* of the block that comes next, to be fetched ahead, or NULL */
 } cb_attention_block;
 
 typedef struct cb_kernels {

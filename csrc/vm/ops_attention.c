@@ -201,6 +201,8 @@ static void attend_split(const attention_job *job, const cb_query_chunk *chunk, 
             memset(s->last + t * job->group, (int)last, job->group);
         }
         const uint8_t *data = segment->blocks[block]->data;
+        const uint8_t *next =
+            block + 1 < end ? segment->blocks[block + 1]->data + layout->keys + head * layout->key_head_bytes : NULL;
         cb_attention_block block_job = {
             .q = s->q,
             .q_stride = job->key_dim,
@@ -218,7 +220,8 @@ static void attend_split(const attention_job *job, const cb_query_chunk *chunk, 
             .out_stride = job->value_dim,
             .format = layout->format,
             .key_scales = (const float *)(const void *)(data + layout->key_scales) + head * CB_KEY_BLOCK,
-            .value_scales = (const float *)(const void *)(data + layout->value_scales) + head * CB_KEY_BLOCK};
+            .value_scales = (const float *)(const void *)(data + layout->value_scales) + head * CB_KEY_BLOCK,
+            .next_k = next};
         vm->kernels->attention_block(&block_job);
     }
 }
