@@ -31,24 +31,29 @@ VEC_INLINE __m512i load_step(const uint8_t *p, uint32_t s, const uint32_t bits) 
     return _mm512_and_si512(s % 2 ? _mm512_srli_epi16(pair, 4) : pair, nibble);
 }
 
-/* `tiles` tiles from output row `first` on, block by block side by side, times `rows` activation rows from row i on. */
-VEC_INLINE void multiply(const cb_matmul *job, uint32_t first, uint32_t tiles, uint32_t i, const uint32_t rows,
+/* Tiles that are taken side by side, block by block: `count` of them, from tile `first` on, `step` apart. */
+typedef struct tile_set {
+    uint32_t first, count, step;
+} tile_set;
+
+/* Tiles times `rows` activation rows from row i on. */
+VEC_INLINE void multiply(const cb_matmul *job, const tile_set *tiles, uint32_t i, const uint32_t rows,
                          const uint32_t bits) {
     const uint64_t blocks = blocks_of(job);
     const uint64_t tile_bytes = blocks * TILE_BLOCK_BYTES(bits);
     const int32_t zero = bits == 8 ? 128 : 8;
-    const uint8_t *block = job->tiles + first / CB_LANES * tile_bytes;
+    const uint8_t *block = job->tiles + tiles->first * tile_bytes;
     quantised_row x[MAX_ROWS];
     __m512 sum[MAX_TILES][MAX_ROWS];
     for (uint32_t r = 0; r < rows; r++) {
         x[r] = row_of(job, i + r);
-        for (uint32_t tile = 0; tile < tiles; tile++) {
+        for (uint32_t tile = 0; tile < tiles->count; tile++) {
             sum[tile][r] = _mm512_setzero_ps();
         }
     }
     for (uint64_t b = 0; b < blocks; b++, block += TILE_BLOCK_BYTES(bits)) {
-        for (uint32_t tile = 0; tile < tiles; tile++) {
-            const uint8_t *weights = block + tile * tile_bytes;
+        for (uint32_t tile = 0; tile < tiles->count; tile++) {
+            const uint8_t *weights = block + tile * tiles->step * tile_bytes;
             __m512 t[MAX_ROWS];
             VEC_UNROLL
             for (uint32_t r = 0; r < rows; r++)
@@ -89,8 +94,8 @@ VEC_INLINE void multiply(const cb_matmul *job, uint32_t first, uint32_t tiles, u
             }
         }
     }
-    for (uint32_t tile = 0; tile < tiles; tile++) {
-        const uint32_t row = first + tile * CB_LANES;
+    for (uint32_t tile = 0; tile < tiles->count; tile++) {
+        const uint32_t row = (tiles->first + tile * tiles->step) * CB_LANES;
         const uint32_t lanes = job->rows - row;
         const __mmask16 stored = lanes < CB_LANES ? (__mmask16)((1u << lanes) - 1) : (__mmask16)0xffff;
         for (uint32_t r = 0; r < rows; r++) {
@@ -99,26 +104,35 @@ VEC_INLINE void multiply(const cb_matmul *job, uint32_t first, uint32_t tiles, u
     }
 }
 
-/* A few tiles go through all activation rows before the next, so that they come from memory once; reading them side
- * by side makes several streams, which memory serves faster than one. */
+VEC_INLINE void multiply_all(const cb_matmul *job, const tile_set *tiles, const uint32_t bits) {
+    uint32_t i = 0;
+    for (; i + 8 <= job->count; i += 8) {
+        multiply(job, tiles, i, 8, bits);
+    }
+    for (; i + 4 <= job->count; i += 4) {
+        multiply(job, tiles, i, 4, bits);
+    }
+    for (; i + 2 <= job->count; i += 2) {
+        multiply(job, tiles, i, 2, bits);
+    }
+    for (; i < job->count; i++) {
+        multiply(job, tiles, i, 1, bits);
+    }
+}
+
+/* A few tiles go through all activation rows before the next, so that they come from memory once. Reading them side by
+ * side makes several streams, which memory serves faster than one, and faster the longer they are: each goes through a
+ * part of the matrix from end to end. */
 VEC_INLINE void matmul(const cb_matmul *job, const uint32_t bits) {
     const uint32_t all_tiles = job->rows / CB_LANES + (job->rows % CB_LANES != 0);
-    for (uint32_t tile = 0; tile < all_tiles; tile += MAX_TILES) {
-        const uint32_t tiles = all_tiles - tile < MAX_TILES ? all_tiles - tile : MAX_TILES;
-        const uint32_t first = tile * CB_LANES;
-        uint32_t i = 0;
-        for (; i + 8 <= job->count; i += 8) {
-            multiply(job, first, tiles, i, 8, bits);
-        }
-        for (; i + 4 <= job->count; i += 4) {
-            multiply(job, first, tiles, i, 4, bits);
-        }
-        for (; i + 2 <= job->count; i += 2) {
-            multiply(job, first, tiles, i, 2, bits);
-        }
-        for (; i < job->count; i++) {
-            multiply(job, first, tiles, i, 1, bits);
-        }
+    const uint32_t each = all_tiles / MAX_TILES;
+    for (uint32_t tile = 0; tile < each; tile++) {
+        const tile_set tiles = {tile, MAX_TILES, each};
+        multiply_all(job, &tiles, bits);
+    }
+    const tile_set rest = {each * MAX_TILES, all_tiles % MAX_TILES, 1};
+    if (rest.count > 0) {
+        multiply_all(job, &rest, bits);
     }
 }
 
