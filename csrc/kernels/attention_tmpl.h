@@ -215,31 +215,42 @@ VEC_INLINE void attend_group(const cb_attention_block *job, row_group *group, co
     }
 }
 
+/* Rows [0, rows) of a group, as a group of their own. */
+VEC_INLINE void attend_part(const cb_attention_block *job, const uint32_t *row, const uint32_t rows,
+                            const uint32_t width, const uint32_t format) {
+    row_group part;
+    memcpy(part.row, row, rows * sizeof *row);
+    attend_group(job, &part, rows, width, format);
+}
+
 /* Many rows share what is loaded; the fewer they are, the wider, so that enough sums are under way. */
 VEC_INLINE void attend_rows(const cb_attention_block *job, const uint32_t format) {
-    row_group group;
-    uint32_t rows = 0;
-    for (uint32_t row = 0; row < job->count; row++) {
-        if (job->first[row] >= job->last[row]) {
+    uint32_t row[VEC_ATTENTION_ROWS], rows = 0;
+    for (uint32_t i = 0; i < job->count; i++) {
+        if (job->first[i] >= job->last[i]) {
             continue;
         }
-        group.row[rows++] = row;
+        row[rows++] = i;
         if (rows == VEC_ATTENTION_ROWS) {
-            attend_group(job, &group, VEC_ATTENTION_ROWS, VEC_ATTENTION_WIDTH, format);
+            attend_part(job, row, VEC_ATTENTION_ROWS, VEC_ATTENTION_WIDTH, format);
             rows = 0;
         }
     }
     uint32_t done = 0;
+#if VEC_ATTENTION_ROWS > 4
+    if (rows - done >= 4) {
+        attend_part(job, row + done, 4, VEC_ATTENTION_PAIR_WIDTH, format);
+        done += 4;
+    }
+#endif
 #if VEC_ATTENTION_ROWS > 2
-    if (rows >= 2) {
-        attend_group(job, &group, 2, VEC_ATTENTION_PAIR_WIDTH, format);
-        done = 2;
+    if (rows - done >= 2) {
+        attend_part(job, row + done, 2, VEC_ATTENTION_PAIR_WIDTH, format);
+        done += 2;
     }
 #endif
     for (; done < rows; done++) {
-        row_group single;
-        single.row[0] = group.row[done];
-        attend_group(job, &single, 1, KEY_VECTORS, format);
+        attend_part(job, row + done, 1, KEY_VECTORS, format);
     }
 }
 

@@ -26,9 +26,9 @@
  * vec_store_f16(uint16_t *p, vec x)           to nearest even, denormals kept void vec_store_int8(int8_t *p, vec x)
  * rint(x), |x| <= 127
  *
- * and three numbers that only steer speed: VEC_CHAINS, independent fma chains that keep the ISA busy and fit its
- * registers; VEC_ATTENTION_ROWS and VEC_ATTENTION_WIDTH, query rows and vectors of keys (or dimensions) that
- * attention holds in registers together. */
+ * and numbers that only steer speed: VEC_CHAINS, independent fma chains that keep the ISA busy and fit its registers;
+ * VEC_ATTENTION_ROWS (at most 8) and VEC_ATTENTION_WIDTH, query rows and vectors of keys (or dimensions) that attention
+ * holds in registers together, and VEC_ATTENTION_PAIR_WIDTH for what is left over of 2 or 4 rows. */
 #ifndef CB_KERNELS_VEC_H
 #define CB_KERNELS_VEC_H
 

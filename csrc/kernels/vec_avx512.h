@@ -9,8 +9,8 @@
 #define VEC_LANES 16
 #define VEC_ISA avx512
 #define VEC_CHAINS 16 /* latency 4 x 2 fma a cycle needs 8; 16 load each weight for two rows of tiles */
-#define VEC_ATTENTION_ROWS 4
-#define VEC_ATTENTION_WIDTH 4
+#define VEC_ATTENTION_ROWS 8
+#define VEC_ATTENTION_WIDTH 2
 #define VEC_ATTENTION_PAIR_WIDTH 4
 
 typedef __m512 vec;

@@ -134,7 +134,8 @@ static void test_attention_means_softmax(void) {
                                         DIM,
                                         COLIBRI_STATE_F32,
                                         NULL,
-                                        NULL};
+                                        NULL,
+                                        block + 1 < BLOCKS ? k[block + 1] : NULL};
         kernels->attention_block(&job);
     }
     for (int row = 0; row < ROWS; row++) {
