@@ -4,6 +4,7 @@
 Sections:
   load     opening a model in a fresh process, page cache warm and cold, and peak RSS
   q4_0     decode, prompts and batches on identical Q4_0 weights, beside llama.cpp and ik_llama.cpp
+  threads  all threads beside one
   bf16     beside transformers (eager and compiled) and vLLM
   f32      beside transformers
   ops      the router beside torch, a float32 product beside NumPy
@@ -31,7 +32,7 @@ from models import Models
 from table import Table
 
 HERE = Path(__file__).resolve().parent
-SECTIONS = ("load", "q4_0", "bf16", "f32", "ops", "kernels")
+SECTIONS = ("load", "q4_0", "threads", "bf16", "f32", "ops", "kernels")
 PEERS = ("llama", "ik", "torch", "vllm")
 
 
@@ -89,6 +90,7 @@ def main() -> None:
     work = {
         "load": sections.load,
         "q4_0": sections.q4_0,
+        "threads": sections.threads,
         "bf16": sections.bf16,
         "f32": sections.f32,
         "ops": sections.ops,

@@ -131,6 +131,8 @@ def add_rates(run: Run, section: str, name: str, number: int, request: Request, 
     add(f"first token after {request.prompt}", 1e3 * answer["prompt_s"], "ms")
     if step_s:
         add(f"decode after {request.prompt}", decode, "tokens/s")
+    for statistic, value in answer.get("dispatch_us", {}).items():
+        add(f"dispatch after {request.prompt}, {statistic}", value, "us")
 
 
 def compare(run: Run, section: str, peers: Iterable[Peer], requests: Iterable[Request], bounds: bool = False) -> None:
@@ -153,7 +155,7 @@ def compare(run: Run, section: str, peers: Iterable[Peer], requests: Iterable[Re
             run.table.notes.setdefault((section, peer.name), describe(ready))
         for number, request in itertools.product(range(1, run.rounds + 1), requests):
             limits = run.tools.limits(run.threads, isa, mebibytes) if bounds and request.batch == 1 else None
-            if bounds and request == requests[1]:
+            if bounds and request == requests[0]:
                 work = min(STEADY_MIB, mebibytes)
                 probe_ms += run.tools.probe("steady", run.threads, work, max(request.steps, 1))["ms"]
             for name, answer in team.alternate(number, request.message(number)):
@@ -164,7 +166,7 @@ def compare(run: Run, section: str, peers: Iterable[Peer], requests: Iterable[Re
         for name, last in team.finish():
             run.table.add(section, "peak RSS of all this", name, 1, last["peak_rss_mib"], "MiB")
     for (name, request), values in step_ms.items():
-        if bounds and values and request == requests[1]:
+        if bounds and values and request == requests[0]:
             add_latencies(run, section, name, values)
     if probe_ms:
         add_latencies(run, section, PROBE, probe_ms)
@@ -218,6 +220,13 @@ def q4_0(run: Run) -> None:
     if not run.short:
         requests += [Request(64, 24), Request(1024, 32), Request(64, 24, 4)]
     compare(run, "q4_0", [ours(run, "keep"), *gguf_peers(run)], requests, bounds=True)
+
+
+def threads(run: Run) -> None:
+    """What the second and further threads bring, and how soon they take part."""
+    model = str(run.models.cbi("keep"))
+    one = Peer("one thread", sys.executable, ("colibri_engine.py", model, "--threads", "1"))
+    compare(run, "threads", [ours(run, "keep"), one], [Request(256, 48)])
 
 
 def load(run: Run) -> None:

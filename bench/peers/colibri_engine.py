@@ -70,6 +70,9 @@ class Colibri:
                 )
                 state = sum(len(session.save()) for session in sessions)
                 answer["bytes_for_step"] = experts / len(steps) + self.dense_bytes + state
+                dispatch = after.phases["decode"].dispatch  # since the start, of all steps
+                if len(ids) == 1 and dispatch.count:
+                    answer["dispatch_us"] = {"mean": 1e6 * dispatch.mean, "p99": 1e6 * dispatch.p99}
             return answer
         finally:
             for session in sessions:
