@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What `colibri plan` expects, beside what `colibri bench` then measures.
 
-    bench/plan_accuracy.py MODEL.cbi [--ram 700MiB --ram 1GiB ...] [--rounds 5] [--prompt 256] [--out FILE.csv]
+    bench/plan_accuracy.py MODEL.cbi [--ram 700MiB --ram 1GiB ...] [--rounds 5] [--prompt 512] [--out FILE.csv]
 
 In each round and for each budget, the machine is measured anew (`plan --refresh`) and the model run at once after it.
 Decoding is predicted for the usage that an earlier run of the same budget recorded. One line of CSV for each budget and
@@ -38,7 +38,7 @@ def compare(arguments: argparse.Namespace, ram: str | None, usage: Path) -> list
     colibri(*run)  # records the usage
     rounds = []
     for _ in range(arguments.rounds):
-        plan = colibri("plan", *common, "--context", str(arguments.context), "--refresh")
+        plan = colibri("plan", *common, "--context", str(arguments.prompt), "--refresh")
         measured = colibri(*run)
         expected = plan.get("recorded") or plan["uniform"]
         rounds.append(
@@ -57,8 +57,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--ram", action="append")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompt", type=int, default=256)
-    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

@@ -51,7 +51,7 @@ def plan_command(
     if as_json:
         write_json(_object(budget, speeds, predictions, bool(disk["is_direct"])))
     else:
-        _print(budget, speeds, predictions, bool(disk["is_direct"]))
+        _print(budget, speeds, predictions, bool(disk["is_direct"]), prompt)
 
 
 def recorded_share(counts: list[np.ndarray], resident_share: float) -> float:
@@ -89,7 +89,7 @@ def _object(budget: Budget, speeds: Speeds, predictions: dict[str, Prediction], 
     }
 
 
-def _print(budget: Budget, speeds: Speeds, predictions: dict[str, Prediction], is_direct: bool) -> None:
+def _print(budget: Budget, speeds: Speeds, predictions: dict[str, Prediction], is_direct: bool, prompt: int) -> None:
     model = budget.model
     write(f"{budget.wishes.name} in {format_size(budget.ram or budget.needed)}")
     write("")
@@ -111,10 +111,10 @@ def _print(budget: Budget, speeds: Speeds, predictions: dict[str, Prediction], i
     for name, prediction in predictions.items():
         title = {"uniform": "if routing is uniform", "recorded": "with the usage recorded"}[name]
         read = f"; {format_size(int(prediction.decode_bytes_read))} read for each token"
+        bound = _BOUNDS[prediction.decode_bound] + (read if prediction.decode_bytes_read >= 1 else "")
         write("")
         write(f"  {title}:")
-        write(f"  decode      {prediction.decode:.1f} tokens/s, bound by {_BOUNDS[prediction.decode_bound]}"
-              + (read if prediction.decode_bytes_read >= 1 else ""))  # fmt: skip
+        write(f"  decode      {prediction.decode:.1f} tokens/s after {prompt} tokens, bound by {bound}")
         write(f"  prompt      {prediction.prompt:.0f} tokens/s, bound by {_BOUNDS[prediction.prompt_bound]}")
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import mmap
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -20,18 +21,20 @@ import numpy as np
 
 from colibri.cbi import CbiFile
 from colibri.errors import ColibriError, ModelFileError
+from colibri.runtime.memory_limits import memory_limits
 from colibri.runtime.probe_model import VOCABULARY, token_bytes, write_probe_model
 
 if TYPE_CHECKING:
     from colibri.runtime.engine import Engine
 
 MIB = 1 << 20
-_PROBE_BYTES = 96 * MIB
+_PROBE_BYTES = 512 * MIB
+"""More than the last cache of most processors holds."""
 _DISK_BYTES = 192 * MIB
 _DECODE_STEPS = 24
 PROMPT_SIZES = (16, 64, 256, 1024)
 _PAGE = 4096
-_FORMAT = 1
+_FORMAT = 2
 
 
 class MeasurementCache:
@@ -114,11 +117,12 @@ def measure_compute(path: Path, threads: int | None) -> dict[str, float]:
     """
     from colibri.runtime.engine import Engine
 
+    room = _probe_room(path)
     try:
         with tempfile.TemporaryDirectory(prefix="colibri-") as folder:
             probe = Path(folder) / "probe.cbi"
             with CbiFile.open(path) as file:
-                write_probe_model(file, probe, _PROBE_BYTES)
+                write_probe_model(file, probe, room)
                 experts = len(file.expert_sets[0].experts) if file.expert_sets else 1
             with CbiFile.open(probe) as file:
                 of_token = token_bytes(file)
@@ -132,11 +136,18 @@ def measure_compute(path: Path, threads: int | None) -> dict[str, float]:
                 prompts = {size: min(_median_of(engine, [count], 1) for _ in range(3)) for size, count in sizes.items()}
     except OSError as error:
         raise ColibriError(f"the planner cannot measure this machine: {error.strerror}; set TMPDIR to a folder with "
-                           f"{2 * _PROBE_BYTES // MIB} MiB free") from None  # fmt: skip
+                           f"{2 * room // MIB + 1} MiB free") from None  # fmt: skip
     body = of_token.dense + of_token.experts
     return {"decode": of_token.all / decode} | {
         f"prompt {size}": body * sizes[size] / seconds for size, seconds in prompts.items()
     }
+
+
+def _probe_room(path: Path) -> int:
+    """Bytes of the probe's weights: no more than the model has, which may fit a cache, and a part of what is free."""
+    limits = memory_limits()
+    memory = _PROBE_BYTES if limits is None else limits.free // 8
+    return min(_PROBE_BYTES, path.stat().st_size, memory, shutil.disk_usage(tempfile.gettempdir()).free // 4)
 
 
 def _median_of(engine: Engine, counts: list[int], repeat: int) -> float:

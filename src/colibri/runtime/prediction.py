@@ -31,11 +31,13 @@ class Prediction:
 def predict(budget: Budget, weights: TokenBytes, speeds: Speeds, hit_share: float, prompt_tokens: int) -> Prediction:
     """What a model will reach when `hit_share` of the experts that a token needs are in memory.
 
-    Reads go on while resident experts are computed, not while the rest of a layer is.
+    Decoding is meant after a prompt of `prompt_tokens`, whose state each token reads. Reads go on while resident
+    experts are computed, not while the rest of a layer is.
     """
-    compute = weights.all / speeds.decode
+    state = budget.model.session_bytes * min(prompt_tokens, budget.wishes.context) // budget.wishes.context
+    compute = (weights.all + state) / speeds.decode
     missed = (1 - hit_share) * weights.experts
-    reading = missed / speeds.disk + (weights.all - weights.experts) / speeds.decode if missed else 0.0
+    reading = missed / speeds.disk + (weights.all - weights.experts + state) / speeds.decode if missed else 0.0
 
     chunk = max(1, min(budget.max_batch_tokens, prompt_tokens))
     chunk_compute = chunk * (weights.dense + weights.experts) / speeds.prompt

@@ -52,7 +52,7 @@ def write_probe_model(source: CbiFile, path: Path, room: int) -> None:
     """Write the first layer of `source` that has experts (else its first layer), with random weights.
 
     It is repeated, with fewer experts than the model has where they are large, until the weights take about `room`
-    bytes: more than the caches of a processor hold.
+    bytes.
     """
     program, random = source.program, np.random.default_rng(1)
     layer = _probed_layer(program)
