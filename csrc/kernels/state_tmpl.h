@@ -13,7 +13,7 @@ VEC_INLINE void scatter(uint8_t *block, const uint64_t stride, const void *eleme
 }
 
 /* Writes n values of x, element i at place i * stride of the block. */
-VEC_INLINE bool put_row(const uint32_t format, void *block, const uint64_t stride, float *scale, const float *x,
+VEC_INLINE bool put_row(const uint32_t format, uint8_t *block, const uint64_t stride, float *scale, const float *x,
                         uint32_t n) {
     const uint32_t bits = largest_magnitude(x, n);
     const uint32_t limit = format == COLIBRI_STATE_F16 ? 0x477ff000u : 0x7f800000u; /* 65520 rounds to infinity */
@@ -30,15 +30,19 @@ VEC_INLINE bool put_row(const uint32_t format, void *block, const uint64_t strid
     }
     for (uint32_t i = 0; i < n; i += VEC_LANES) {
         const vec part = load_lanes(x + i, n - i);
-        uint8_t elements[VEC_LANES * sizeof(float)];
+        union {
+            float f32[VEC_LANES];
+            uint16_t f16[VEC_LANES];
+            int8_t q8[VEC_LANES];
+        } elements;
         if (format == COLIBRI_STATE_F32) {
-            vec_store((float *)(void *)elements, part);
+            vec_store(elements.f32, part);
         } else if (format == COLIBRI_STATE_F16) {
-            vec_store_f16((uint16_t *)(void *)elements, part);
+            vec_store_f16(elements.f16, part);
         } else {
-            vec_store_int8((int8_t *)elements, vec_mul(part, inverse));
+            vec_store_int8(elements.q8, vec_mul(part, inverse));
         }
-        scatter((uint8_t *)block + i * stride * size, stride, elements, size, lanes_of(n - i));
+        scatter(block + i * stride * size, stride, &elements, size, lanes_of(n - i));
     }
     return true;
 }
