@@ -246,7 +246,7 @@ colibri_status cb_slots_map(cb_slots *slots, const char *label, uint32_t pages, 
             slots->memory = memory;
         } else {
             cb_warn(warning, warning_size,
-                    "the kernel gave no %" PRIu64 " huge pages of 1 GiB (%s), pages of the usual size are used",
+                    "the kernel gave no %" PRIu64 " GiB in huge pages of 1 GiB (%s), pages of the usual size are used",
                     bytes >> 30, strerror(errno));
             bytes = cb_round_up(slots->used_bytes, unit_bytes());
         }
