@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -71,6 +75,30 @@ def test_measurements_are_kept(demo_model: Path, cache: Path) -> None:
     for content in ("", "{", "[]", '{"format": 9}', '{"format": 1, "results": {"x": 5}}', "\0\xff"):
         (cache / "colibri/machine.json").write_text(content)
         assert plan(demo_model, cache)["machine"]["decode_bytes_per_second"] > 0
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "NaN", "1e400", "true", '"x"', None])
+def test_damaged_measurements_are_made_anew(demo_model: Path, cache: Path, number: str | None) -> None:
+    plan(demo_model, cache)
+    file = cache / "colibri/machine.json"
+    kept = json.loads(file.read_text())
+    text = json.dumps(kept | {"results": {key: {name: "@" for name in of} for key, of in kept["results"].items()}})
+    file.write_text(text.replace('"@"', number) if number else re.sub(r'"[^"]*": "@",? ?', "", text))
+    planned = plan(demo_model, cache)
+    assert min(planned["uniform"]["decode"], planned["uniform"]["prompt"]) > 0
+    assert planned["machine"]["disk_bytes_per_second"] > 0
+
+
+def test_a_killed_plan_leaves_no_file(demo_model: Path, cache: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "colibri", "plan", str(demo_model), "--refresh"]
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        while process.poll() is None and not list(tmp_path.glob("colibri-*/*")):
+            time.sleep(0.001)
+        process.terminate()
+        process.communicate()
+    assert process.returncode in (128 + signal.SIGTERM, -signal.SIGTERM)
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_a_place_to_keep_them(demo_model: Path, tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ static void test_matmuls(void) {
             test_matmul(format, 20, 130, 11, kinds % CODE_KINDS, kinds / CODE_KINDS);
             test_matmul(format, 20, 130, 31, kinds % CODE_KINDS, kinds / CODE_KINDS);
         }
-        for (uint32_t count = 1; count <= 70; count++) {
+        for (uint32_t count = 1; count <= 100; count++) {
             test_matmul(format, heights[count % 6], widths[count % 7], count, CODES_RANDOM, SCALES_PLAIN);
         }
         test_matmul(format, 33, 257, 128, CODES_RANDOM, SCALES_PLAIN);

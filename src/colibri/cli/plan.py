@@ -36,8 +36,15 @@ def plan_command(
         weights = token_bytes(file)
     kept, threads = machine.MeasurementCache(refresh), options.get("threads")
     readers = options.get("io_threads", _DEFAULT_IO_THREADS)
-    compute = kept.get(machine.compute_key(model, threads), lambda: machine.measure_compute(model, threads))
-    disk = kept.get(f"{machine.disk_key(model)} | {readers}", lambda: machine.measure_disk(model, readers))
+    direct = options.get("io") != "buffered"
+    compute = kept.get(
+        machine.compute_key(model, threads), machine.COMPUTE_RATES, lambda: machine.measure_compute(model, threads)
+    )
+    disk = kept.get(
+        machine.disk_key(model, readers, direct),
+        machine.DISK_RATES,
+        lambda: machine.measure_disk(model, readers, direct),
+    )
     prompt = min(_PROMPT_TOKENS, budget.wishes.context)
     prompt_speed = machine.prompt_speed(compute, min(prompt, budget.max_batch_tokens))
     speeds = Speeds(compute["decode"], prompt_speed, disk["bytes_per_second"])
@@ -49,9 +56,9 @@ def plan_command(
             shares["recorded"] = recorded_share(counts, shares["uniform"])
     predictions = {name: predict(budget, weights, speeds, share, prompt) for name, share in shares.items()}
     if as_json:
-        write_json(_object(budget, speeds, predictions, bool(disk["is_direct"])))
+        write_json(_object(budget, speeds, predictions, bool(disk.get("is_direct"))))
     else:
-        _print(budget, speeds, predictions, bool(disk["is_direct"]), prompt)
+        _print(budget, speeds, predictions, bool(disk.get("is_direct")), prompt)
 
 
 def recorded_share(counts: list[np.ndarray], resident_share: float) -> float:

@@ -8,12 +8,14 @@ import math
 import mmap
 import os
 import shutil
+import signal
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,8 @@ _PROBE_BYTES = 512 * MIB
 _DISK_BYTES = 192 * MIB
 _DECODE_STEPS = 24
 PROMPT_SIZES = (16, 64, 256, 1024)
+COMPUTE_RATES = ("decode", *(f"prompt {size}" for size in PROMPT_SIZES))
+DISK_RATES = ("bytes_per_second",)
 _PAGE = 4096
 _FORMAT = 2
 
@@ -47,10 +51,10 @@ class MeasurementCache:
         self.path = _cache_file()
         self._refresh = refresh
 
-    def get(self, key: str, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """The kept result of `measure` for this key, else a new one."""
+    def get(self, key: str, rates: Iterable[str], measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """The kept result of `measure` for this key, else a new one. rates: what it must have, above 0."""
         found = self._read().get(key)
-        if not self._refresh and isinstance(found, dict) and all(isinstance(v, float | int) for v in found.values()):
+        if not self._refresh and isinstance(found, dict) and all(_is_rate(found.get(name)) for name in rates):
             return found
         result = measure()
         self._write(self._read() | {key: result})
@@ -77,6 +81,10 @@ class MeasurementCache:
             except BaseException:
                 Path(name).unlink(missing_ok=True)
                 raise
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, float | int) and math.isfinite(value) and value > 0
 
 
 def _cache_file() -> Path | None:
@@ -117,12 +125,12 @@ def measure_compute(path: Path, threads: int | None) -> dict[str, float]:
     """
     from colibri.runtime.engine import Engine
 
-    room = _probe_room(path)
+    wanted = min(_PROBE_BYTES, path.stat().st_size)
     try:
-        with tempfile.TemporaryDirectory(prefix="colibri-") as folder:
+        with _ended_by_exceptions(), tempfile.TemporaryDirectory(prefix="colibri-") as folder:
             probe = Path(folder) / "probe.cbi"
             with CbiFile.open(path) as file:
-                write_probe_model(file, probe, room)
+                _write_probe(file, probe, wanted)
                 experts = len(file.expert_sets[0].experts) if file.expert_sets else 1
             with CbiFile.open(probe) as file:
                 of_token = token_bytes(file)
@@ -132,22 +140,46 @@ def measure_compute(path: Path, threads: int | None) -> dict[str, float]:
             sizes = {size: max(1, min(size * kept // experts, limit - 1)) for size in PROMPT_SIZES}
             context = min(limit, max(_DECODE_STEPS, *sizes.values()) + 1)
             with Engine(probe, threads=threads, context=context, max_batch_tokens=context) as engine:
+                probe.unlink()  # nothing is left behind, however this process ends
                 decode = _median_of(engine, [1] * min(_DECODE_STEPS, context), 3)
                 prompts = {size: min(_median_of(engine, [count], 1) for _ in range(3)) for size, count in sizes.items()}
     except OSError as error:
         raise ColibriError(f"the planner cannot measure this machine: {error.strerror}; set TMPDIR to a folder with "
-                           f"{2 * room // MIB + 1} MiB free") from None  # fmt: skip
+                           f"{2 * wanted // MIB + 1} MiB free") from None  # fmt: skip
     body = of_token.dense + of_token.experts
     return {"decode": of_token.all / decode} | {
         f"prompt {size}": body * sizes[size] / seconds for size, seconds in prompts.items()
     }
 
 
-def _probe_room(path: Path) -> int:
-    """Bytes of the probe's weights: no more than the model has, which may fit a cache, and a part of what is free."""
+@contextmanager
+def _ended_by_exceptions() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit meanwhile, so that temporary files go."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _write_probe(source: CbiFile, path: Path, wanted: int) -> None:
+    """Of `wanted` bytes (no more than the model has, which may fit a cache), or of a part of what is free."""
     limits = memory_limits()
-    memory = _PROBE_BYTES if limits is None else limits.free // 8
-    return min(_PROBE_BYTES, path.stat().st_size, memory, shutil.disk_usage(tempfile.gettempdir()).free // 4)
+    memory = wanted if limits is None else limits.free // 8
+    try:
+        write_probe_model(source, path, min(wanted, memory, shutil.disk_usage(path.parent).free // 4))
+    except ColibriError as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
+        raise
 
 
 def _median_of(engine: Engine, counts: list[int], repeat: int) -> float:
@@ -170,11 +202,12 @@ def prompt_speed(measured: dict[str, float], tokens: int) -> float:
     return float(np.interp(math.log(tokens), [math.log(size) for size in PROMPT_SIZES], speeds))
 
 
-def disk_key(path: Path) -> str:
-    """The file system and the size of the records."""
+def disk_key(path: Path, threads: int, direct: bool) -> str:
+    """The file system, the size of the records, and how they are read."""
     with CbiFile.open(path) as file:
         record = max((e.size for s in file.expert_sets for e in s.experts), default=MIB)
-    return f"disk {path.stat().st_dev} {_file_system(path)} | {record}"
+    way = "" if direct else " | buffered"
+    return f"disk {path.stat().st_dev} {_file_system(path)} | {record} | {threads}{way}"
 
 
 def _file_system(path: Path) -> str:
@@ -189,8 +222,11 @@ def _file_system(path: Path) -> str:
     return best[1]
 
 
-def measure_disk(path: Path, threads: int) -> dict[str, float]:
-    """Bytes for each second of reads of whole expert records by `threads` threads, past the page cache if possible."""
+def measure_disk(path: Path, threads: int, direct: bool) -> dict[str, float]:
+    """Bytes for each second of reads of whole expert records by `threads` threads.
+
+    direct: past the page cache, if that is possible; else through it, as much of them as it may hold.
+    """
     with CbiFile.open(path) as file:
         records = [(e.offset, e.size) for s in file.expert_sets for e in s.experts]
     if not records:
@@ -203,8 +239,7 @@ def measure_disk(path: Path, threads: int) -> dict[str, float]:
         total += records[index][1]
         if total >= _DISK_BYTES:
             break
-    direct = getattr(os, "O_DIRECT", 0)
-    for flag in (direct, 0):
+    for flag in (getattr(os, "O_DIRECT", 0) if direct else 0, 0):
         try:
             return _read_all(path, flag, chosen, threads) | {"is_direct": int(bool(flag))}
         except OSError as error:
