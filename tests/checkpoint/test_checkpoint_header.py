@@ -244,7 +244,7 @@ def test_random_damage_gives_an_error_or_a_sound_file(tmp_path: Path) -> None:
     for round_number in range(2000):
         content = misdescribed(header, generator) if round_number % 2 else repeatedly_damaged(valid, generator)
         path.write_bytes(content)
-        started = time.monotonic()
+        started = time.process_time()
         try:
             with open_checkpoint(tmp_path) as checkpoint:
                 size = 0
@@ -257,6 +257,6 @@ def test_random_damage_gives_an_error_or_a_sound_file(tmp_path: Path) -> None:
         except CheckpointError as error:
             assert str(tmp_path) in str(error)
             outcomes["tensor refused" if "tensor '" in str(error) else "file refused"] += 1
-        assert time.monotonic() - started < 1
+        assert time.process_time() - started < 1
     # Damage must reach every stage, or the test would only exercise the JSON parser.
     assert outcomes["file refused"] > 300 and outcomes["tensor refused"] > 500 and outcomes["loaded"] > 50, outcomes

@@ -121,10 +121,10 @@ UNSUPPORTED = {
 
 def refusal(path: Path, data: bytes, kind: type[ColibriError]) -> str:
     path.write_bytes(data)
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(kind) as caught:
         read_gguf_header(path)
-    assert time.monotonic() - started < 1
+    assert time.process_time() - started < 1
     assert type(caught.value) is kind
     message = str(caught.value)
     assert str(path) in message
