@@ -215,7 +215,8 @@ static void rope(void) {
         for (uint32_t j = 0; j < 20; j++) {
             frequencies[j] = (float)(random_u32() >> 8) * 0x1p-24f;
         }
-        kernels->rope_table(table, frequencies, 20, random_u32() >> (8 + random_u32() % 24), 1.25f);
+        const uint32_t number = random_u32(), position = number >> (8 + random_u32() % 24);
+        kernels->rope_table(table, frequencies, 20, position, 1.25f);
         add_floats(table, 40);
         fill(x, 3 * 48, PLAIN);
         kernels->rope(x, x, table, 3, 48, 40, i % 2 ? CB_PAIRING_HALF : CB_PAIRING_INTERLEAVED);
