@@ -1,15 +1,7 @@
 /* Size classes: the least padding there can be, and how memory is divided among them. */
 #include "check.h"
+#include "draw.h"
 #include "experts/slots.h"
-
-static uint64_t random_state = 1;
-
-static uint32_t draw(uint32_t below) {
-    random_state ^= random_state << 13;
-    random_state ^= random_state >> 7;
-    random_state ^= random_state << 17;
-    return (uint32_t)(random_state >> 32) % below;
-}
 
 static uint64_t padding_of(const cb_slots *slots, const cb_model *model) {
     uint64_t padding = 0;

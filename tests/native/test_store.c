@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include "check.h"
+#include "draw.h"
 #include "experts/policy.h"
 #include "experts/slots.h"
 #include "experts/store.h"
@@ -27,14 +28,6 @@
 #endif
 
 static const char *folder;
-static uint64_t random_state = 1;
-
-static uint32_t draw(uint32_t below) {
-    random_state ^= random_state << 13;
-    random_state ^= random_state >> 7;
-    random_state ^= random_state << 17;
-    return (uint32_t)(random_state >> 32) % below;
-}
 
 /* ---- models ---- */
 
